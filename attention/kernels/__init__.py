@@ -1,0 +1,1 @@
+"""Block kernels behind one contract (`contract.py`), loaded when first used."""

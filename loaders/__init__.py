@@ -1,0 +1,1 @@
+"""Move data: fetch documents, lay out THD batches, plan ahead, resume."""
