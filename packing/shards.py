@@ -1,0 +1,153 @@
+"""Shards: which tokens of a pack each rank of a context-parallel (CP) group holds (the third decision).
+
+Three rules, each for any document length >= 0 and any group size >= 1, without padding; token counts of the ranks
+never differ by more than one:
+
+- `contiguous`: the pack is cut into cp equal runs. What Ulysses and recurrent layers want; the last rank of a causal
+  ring computes the most.
+- `zigzag(per="sequence")`: the pack is cut into 2·cp chunks, rank r holds chunks r and 2·cp-1-r. Balances one long
+  document, and no better than `contiguous` a pack of many.
+- `zigzag(per="document")`: every document is cut into 2·cp chunks in the same way (WLB-LLM section 5.1, Megatron's
+  THD layout). Balances pairs exactly, at the price of short kernels and of nearly all the ring's traffic.
+
+The 2·cp chunks of a document of t tokens have t // (2·cp) tokens each; the t % (2·cp) tokens that remain lengthen one
+chunk each, beginning at an index that runs on from document to document. That running index equals the document's
+first position modulo 2·cp (remainders and lengths agree modulo 2·cp), so nothing has to be carried and no loop over
+documents is needed.
+
+    >>> shards = zigzag([0, 8, 16], 2)
+    >>> shards.positions(0)
+    array([ 0,  1,  6,  7,  8,  9, 14, 15])
+    >>> shards.pairs()
+    array([36, 36])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .cost import causal_pairs
+from .packs import Int64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shards:
+    """What each of `cp_size` ranks holds of a pack: rank r holds `segments[offsets[r]:offsets[r + 1]]`, in that order."""
+
+    cu_seqlens: Int64
+    """int64[k + 1], document boundaries of the pack."""
+    cp_size: int
+    offsets: Int64
+    """int64[cp_size + 1], CSR: rank → segments."""
+    segments: Int64
+    """int64[s, 2], (start, stop) in the pack: not empty, each inside one document, no two of them mergeable."""
+    document: Int64
+    """int64[s], the document of each segment, 0 … k-1."""
+
+    def positions(self, rank: int) -> Int64:
+        """Positions in the pack of the t tokens that `rank` holds, in the order it holds them, int64[t]."""
+        mine = self.segments[self.offsets[rank] : self.offsets[rank + 1]]
+        lengths = mine[:, 1] - mine[:, 0]
+        before = np.cumsum(lengths) - lengths
+        return np.arange(lengths.sum()) + np.repeat(mine[:, 0] - before, lengths)
+
+    def tokens(self) -> Int64:
+        """Tokens of each rank, int64[cp_size]."""
+        return self._per_rank(self.segments[:, 1] - self.segments[:, 0])
+
+    def pairs(self) -> Int64:
+        """Causal (query, key) pairs of each rank's queries within their documents, int64[cp_size]."""
+        first = self.cu_seqlens[self.document]
+        return self._per_rank(causal_pairs(self.segments[:, 0] - first, self.segments[:, 1] - first))
+
+    def describe(self) -> str:
+        """One line: ranks, segments, evenness of tokens and pairs."""
+        tokens, pairs = self.tokens(), self.pairs()
+        return (
+            f"{self.cp_size} ranks x {tokens.max()} tokens in {len(self.segments)} segments; "
+            f"pairs max/mean {pairs.max() * len(pairs) / max(int(pairs.sum()), 1):.3f}"
+        )
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def _per_rank(self, values: Int64) -> Int64:
+        return np.diff(np.concatenate([[0], np.cumsum(values)])[self.offsets])
+
+
+def contiguous(cu_seqlens: npt.ArrayLike, cp_size: int) -> Shards:
+    """Rank r holds the r-th of cp_size equal runs of the pack. cu_seqlens: int[k + 1], from 0, never falling."""
+    cu = _boundaries(cu_seqlens, cp_size)
+    start, stop, document, run = _cut(cu, cp_size)
+    return _shards(cu, cp_size, start, stop, document, run)
+
+
+def zigzag(cu_seqlens: npt.ArrayLike, cp_size: int, per: str = "document") -> Shards:
+    """Rank r holds chunks r and 2·cp_size-1-r of the 2·cp_size chunks of each document, or of the whole sequence.
+
+    cu_seqlens: int[k + 1], from 0, never falling. per: "document" or "sequence".
+    """
+    cu = _boundaries(cu_seqlens, cp_size)
+    if per == "sequence":
+        start, stop, document, chunk = _cut(cu, 2 * cp_size)
+    elif per == "document":
+        start, stop, document, chunk = _cut_documents(cu, 2 * cp_size)
+    else:
+        raise ValueError(f'zigzag cuts per="document" or per="sequence"; got per={per!r}.')
+    return _shards(cu, cp_size, start, stop, document, np.minimum(chunk, 2 * cp_size - 1 - chunk))
+
+
+def _boundaries(cu_seqlens: npt.ArrayLike, cp_size: int) -> Int64:
+    cu = np.asarray(cu_seqlens)
+    if cu.ndim != 1 or len(cu) == 0 or cu.dtype.kind not in "iu" or cu[0] != 0 or np.any(cu[1:] < cu[:-1]):
+        raise ValueError(f"cu_seqlens must be integers in one dimension that rise from 0; got {cu}.")
+    if cp_size < 1:
+        raise ValueError(f"A CP group has at least one rank; got cp_size={cp_size}.")
+    return cu.astype(np.int64)
+
+
+def _cut(cu: Int64, pieces: int) -> tuple[Int64, Int64, Int64, Int64]:
+    """(start, stop, document, piece) of the pack cut at document boundaries and into equal pieces."""
+    base, longer = divmod(int(cu[-1]), pieces)
+    bounds = np.arange(pieces + 1) * base + np.minimum(np.arange(pieces + 1), longer)
+    cuts = np.union1d(cu, bounds)
+    start = cuts[:-1]
+    # side="right" passes over empty documents and pieces to the last one that begins here.
+    document = np.searchsorted(cu, start, side="right") - 1
+    piece = np.searchsorted(bounds, start, side="right") - 1
+    return start, cuts[1:], document, piece
+
+
+def _cut_documents(cu: Int64, chunks: int) -> tuple[Int64, Int64, Int64, Int64]:
+    """(start, stop, document, chunk) of every document cut into `chunks` chunks under the running remainder rule."""
+    first = cu[:-1, None]
+    base, longer = np.divmod(np.diff(cu)[:, None], chunks)
+    running = first % chunks
+    edge = np.arange(chunks + 1)
+    # Chunks running … running + longer - 1 (modulo chunks) are one longer: count those before each edge.
+    extra = np.clip(edge - running, 0, longer) + np.clip(running + longer - chunks, 0, edge)
+    edges = first + base * edge + extra
+    document = np.repeat(np.arange(len(cu) - 1), chunks)
+    chunk = np.tile(np.arange(chunks), len(cu) - 1)
+    return edges[:, :-1].ravel(), edges[:, 1:].ravel(), document, chunk
+
+
+def _shards(cu: Int64, cp_size: int, start: Int64, stop: Int64, document: Int64, rank: Int64) -> Shards:
+    """Group pieces by rank, in pack order; drop the empty, merge what touches (the middle chunks of the last rank)."""
+    # Two-byte keys are radix-sorted by numpy; a wider group falls back to merging.
+    order = np.argsort(rank.astype(np.uint16) if cp_size <= 2**16 else rank, kind="stable")
+    order = order[stop[order] > start[order]]
+    start, stop, document, rank = start[order], stop[order], document[order], rank[order]
+    touches = (start[1:] == stop[:-1]) & (document[1:] == document[:-1]) & (rank[1:] == rank[:-1])
+    begins = np.concatenate([[True], ~touches])[: len(order)]
+    ends = np.concatenate([~touches, [True]])[: len(order)]
+    return Shards(
+        cu_seqlens=cu,
+        cp_size=cp_size,
+        offsets=np.searchsorted(rank[begins], np.arange(cp_size + 1)).astype(np.int64),
+        segments=np.stack([start[begins], stop[ends]], axis=1),
+        document=document[begins],
+    )
