@@ -30,9 +30,9 @@ _HOMES = {
     "attend": "attention.executor",
     "register_attention": "attention.hf",
     "BalancedLoader": "loaders.loader",
-    "PlannedDataset": "loaders.batch",
+    "PlannedDataset": "loaders.dataset",
     "ThdBatch": "loaders.batch",
-    "ThdCollator": "loaders.batch",
+    "ThdCollator": "loaders.collate",
 }
 __all__ = list(_HOMES)
 

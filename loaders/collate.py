@@ -1,0 +1,196 @@
+"""ThdCollator: lays one rank's share of a pack out as a ``ThdBatch``.
+
+Labels are shifted per document before anything is cut, so the last token of a document predicts nothing and the label at
+a cut survives. Every token-aligned column goes through the same segments as the tokens; each segment is one memory copy
+and everything else is a handful of vectorised passes over this rank's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..packing.packs import Packs
+from ..packing.shards import Shards
+from ..samplers.plan import MicroBatch
+from .batch import FIELDS, ThdBatch
+from .dataset import Rows
+
+if TYPE_CHECKING:
+    from ..recipes import Recipe
+
+IGNORE = -100
+
+
+class ThdCollator:
+    """``collate_fn`` of a ``DataLoader`` over a ``PlannedDataset``.
+
+    Args:
+        recipe: the sampler's, which shards packs and makes attention plans.
+        restart_positions: pieces of a split document count positions from 0, not from where they were cut.
+    """
+
+    def __init__(self, recipe: Recipe, *, restart_positions: bool = False) -> None:
+        self.recipe = recipe
+        self.restart_positions = restart_positions
+
+    def __call__(self, fetched: Sequence[tuple[MicroBatch, Rows]]) -> ThdBatch:
+        if len(fetched) != 1 or not isinstance(fetched[0], tuple) or not isinstance(fetched[0][0], MicroBatch):
+            raise ValueError(
+                "ThdCollator takes one planned micro-batch at a time: use DataLoader(PlannedDataset(dataset), "
+                "batch_sampler=BalancedBatchSampler(…), collate_fn=ThdCollator(…))"
+            )
+        ((spec, rows),) = fetched
+        spans = spec.spans
+        packs = Packs(spans=spans, offsets=np.array([0, len(spans)]))
+        cu_seqlens = packs.cu_seqlens(0)
+        shards = self.recipe.shards(cu_seqlens, len(spec.ranks))
+        local = _Segments(spec, shards, rows)
+        columns = local.columns(rows)
+        positions = local.positions(restart=self.restart_positions)
+        labels = columns.pop("labels")
+        real = spans.tokens[spans.document >= 0]
+        return ThdBatch(
+            {
+                "input_ids": torch.from_numpy(columns.pop("input_ids")),
+                "labels": torch.from_numpy(labels),
+                "position_ids": torch.from_numpy(positions),
+                "doc_ids": torch.from_numpy(np.repeat(local.document, local.tokens).astype(np.int32)),
+                "shard_index": torch.from_numpy(shards.positions(spec.cp_rank)),
+                "cu_seqlens": torch.from_numpy(cu_seqlens),
+                "max_seqlen": int(spans.tokens.max()),
+                "layout": self.recipe.shard,
+                "plan": self.recipe.attention(shards, spec.ranks, spec.cp_rank),
+                "cp_size": len(spec.ranks),
+                "cp_rank": spec.cp_rank,
+                "cp_ranks": spec.ranks,
+                "num_targets": int((labels != IGNORE).sum()),
+                "num_targets_step": spec.num_targets,
+                "num_ranks": spec.num_ranks,
+                "sum_len": int(real.sum()),
+                "sum_len_sq": int((real * real).sum()),
+                "documents": torch.from_numpy(spans.document),
+                "starts": torch.from_numpy(spans.start),
+                "epoch": spec.epoch,
+                "step": spec.step,
+                "slot": spec.slot,
+                "num_slots": spec.num_slots,
+                "digest": spec.digest,
+                "cost": spec.cost,
+                "planning_seconds": spec.planning_seconds,
+                "resume": spec.state,
+                **{name: _tensor(value) for name, value in columns.items()},
+            }
+        )
+
+
+class _Segments:
+    """The runs of tokens that this rank holds: of which document, from where in it, how many."""
+
+    def __init__(self, spec: MicroBatch, shards: Shards, rows: Rows) -> None:
+        held = slice(shards.offsets[spec.cp_rank], shards.offsets[spec.cp_rank + 1])
+        spans, segments = spec.spans, shards.segments[held]
+        self.document = shards.document[held]  # int64[s] index in the pack
+        self.tokens = segments[:, 1] - segments[:, 0]
+        self.begin = spans.start[self.document] + segments[:, 0] - shards.cu_seqlens[self.document]
+        self.span_start = spans.start
+        self.filler = spans.document < 0
+        self.numbers = spans.document
+        self.length = self._document_tokens(spec, rows)  # int64[d], as the plan knows each document
+
+    def _document_tokens(self, spec: MicroBatch, rows: Rows) -> np.ndarray:
+        if "input_ids" not in rows:
+            raise ValueError(f"the tokens must be in a column named 'input_ids'; the dataset has {', '.join(sorted(rows))}")
+        shapes = [getattr(ids, "shape", None) for ids in rows["input_ids"]]
+        bad = [at for at, shape in enumerate(shapes) if shape is None or len(shape) != 1]
+        if bad:
+            raise ValueError(
+                f"the tokens of document {self.numbers[bad[0]]} must be a 1-D array of ids; got shape {shapes[bad[0]]}"
+            )
+        length = np.array([shape[0] for shape in shapes if shape is not None], np.int64)
+        if spec.document_stop:
+            length = np.minimum(length, spec.document_stop)
+        short = np.flatnonzero((length < spec.spans.stop) & ~self.filler)
+        if len(short):
+            at = short[0]
+            raise ValueError(
+                f"document {self.numbers[at]} has {length[at]} tokens, but the plan uses tokens {spec.spans.start[at]} to "
+                f"{spec.spans.stop[at]} of it: the length index does not belong to this dataset, build it anew"
+            )
+        return length
+
+    def positions(self, *, restart: bool) -> np.ndarray:
+        """int64[t] position of each token within its document (or its piece)."""
+        begin = self.begin - self.span_start[self.document] if restart else self.begin
+        out = np.cumsum(self.tokens) - self.tokens
+        return np.arange(self.tokens.sum()) + np.repeat(begin - out, self.tokens)
+
+    def columns(self, rows: Rows) -> dict[str, Any]:
+        """Every column, token-aligned ones cut; ``labels`` shifted (made from the tokens where there are none)."""
+        taken = [name for name in rows if name in FIELDS and name not in ("input_ids", "labels")]
+        if taken:
+            raise ValueError(f"column {taken[0]!r} has the name of an entry that a ThdBatch makes itself; rename the column")
+        out: dict[str, Any] = {}
+        for name, values in rows.items():
+            if all(isinstance(value, np.ndarray) for value in values):
+                self._check_aligned(name, values, rows["input_ids"])
+                out[name] = self._cut(values, 0)
+            elif any(isinstance(value, np.ndarray) for value in values):
+                raise ValueError(f"column {name!r} holds arrays for some documents and single values for others")
+            else:
+                out[name] = [None if empty else value for value, empty in zip(values, self.filler, strict=True)]
+        ids = out["input_ids"]
+        if ids.dtype.kind not in "iu":
+            raise ValueError(f"token ids must be integers; input_ids of document {self.numbers[0]} is {ids.dtype}")
+        out["input_ids"] = ids.astype(np.int64, copy=False)
+        if ids.size and ids.dtype.kind == "i" and ids.min() < 0:
+            raise ValueError(f"token ids must not be negative; got {ids.min()} in documents {self.numbers.tolist()[:8]}")
+        out["labels"] = self._labels(rows.get("labels", rows["input_ids"]), out.get("labels", out["input_ids"]))
+        return out
+
+    def _check_aligned(self, name: str, values: list[np.ndarray], ids: list[np.ndarray]) -> None:
+        for at, (value, tokens) in enumerate(zip(values, ids, strict=True)):
+            if value.ndim != 1 or len(value) != len(tokens):
+                raise ValueError(
+                    f"column {name!r} must hold one value per token or one value per document; for document "
+                    f"{self.numbers[at]} it has shape {value.shape} beside {len(tokens)} tokens"
+                )
+
+    def _cut(self, values: list[np.ndarray], fill: int) -> np.ndarray:
+        pieces = [
+            values[document][begin : begin + tokens]
+            for document, begin, tokens in zip(
+                self.document.tolist(), self.begin.tolist(), self.tokens.tolist(), strict=True
+            )
+        ]
+        if self.filler.any():
+            dtype = values[0].dtype
+            pieces = [np.full(n, fill, dtype) for n in self.tokens.tolist()]  # a filler is alone in its pack
+        return np.concatenate(pieces) if pieces else np.zeros(0, values[0].dtype)
+
+    def _labels(self, values: list[np.ndarray], cut: np.ndarray) -> np.ndarray:
+        """int64[t]: the value behind each token in its document; -100 behind a document's last and in fillers."""
+        labels = np.full(len(cut), IGNORE, np.int64)
+        if self.filler.any() or not len(cut):
+            return labels
+        labels[:-1] = cut[1:]
+        stop = self.begin + self.tokens
+        behind = [
+            values[document][at] if at < length else IGNORE
+            for document, at, length in zip(
+                self.document.tolist(), stop.tolist(), self.length[self.document].tolist(), strict=True
+            )
+        ]
+        labels[np.cumsum(self.tokens) - 1] = behind
+        return labels
+
+
+def _tensor(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if value and all(isinstance(entry, int | float | bool) for entry in value):
+        return torch.tensor(value)
+    return value

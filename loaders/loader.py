@@ -1,0 +1,222 @@
+"""BalancedLoader: balanced THD micro-batches in place of a torch ``DataLoader``.
+
+    loader = BalancedLoader(dataset, recipe("vrsp"), max_tokens_per_rank=16384, documents_per_step=256, dp=4, cp=2, rank=rank)
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        for step in loader.steps():
+            for batch in step:
+                model(**batch.to_hf()).loss.backward()
+            optimizer.step()
+
+torch's ``DataLoader`` does workers, pinning, prefetch and timeouts; planning, fetching and the exchange of target counts
+run in one background thread, ``ahead`` micro-batches before training (numba kernels release the GIL).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from ..packing.lengths import Lengths
+from ..samplers.batch_sampler import BalancedBatchSampler
+from .ahead import Agreement, Pump
+from .batch import ThdBatch
+from .collate import ThdCollator
+from .dataset import PlannedDataset
+from .mesh import coordinates, cpu_group
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..recipes import Cost, Recipe
+
+
+class BalancedLoader:
+    """Iterates this rank's micro-batches of an epoch; equally many on every rank, never an empty one.
+
+    Args:
+        dataset: HF ``Dataset`` with a column ``input_ids`` (and optionally ``labels``, unshifted, -100 = masked), or any
+            map-style dataset of such rows.
+        recipe: from ``equipoise.recipe(name)``.
+        max_tokens_per_rank: hard cap of tokens on one rank in one micro-batch.
+        documents_per_step, tokens_per_step, packs_per_step: global size of an optimizer step; exactly one.
+        dp, cp, rank: the mesh and this process in it, ``rank = replica * cp + cp_rank``; or ``mesh``, a ``DeviceMesh`` with
+            any of the axes dp, cp and others (ranks that differ in those others get the same batches).
+        lengths: length index; default: read from the dataset (Arrow offsets; else every document is measured once).
+        targets: column with the number of targets of each document (int). Without it they follow from the lengths, or,
+            where the dataset has ``labels``, are all-reduced on a CPU group ahead of training.
+        num_workers, prefetch_factor, pin_memory, timeout: torch ``DataLoader``'s; ``timeout`` bounds every wait, seconds.
+        ahead: micro-batches that the background thread may hold ready.
+        check_every: the plan's digest is compared across ranks at the first step and every so many.
+        group: a CPU (gloo) process group over the dp x cp ranks; default: made here if torch.distributed runs.
+        slots, sync, seed, shuffle, last, too_long, evaluation, cost: see ``BalancedBatchSampler``.
+        restart_positions: pieces of a split document count positions from 0.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        recipe: Recipe,
+        *,
+        max_tokens_per_rank: int,
+        documents_per_step: int | None = None,
+        tokens_per_step: int | None = None,
+        packs_per_step: int | None = None,
+        dp: int | None = None,
+        cp: int | None = None,
+        rank: int | None = None,
+        mesh: DeviceMesh | None = None,
+        lengths: Lengths | None = None,
+        targets: str | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+        timeout: float = 300.0,
+        ahead: int = 4,
+        check_every: int = 100,
+        group: dist.ProcessGroup | None = None,
+        slots: int | None = None,
+        sync: str = "step",
+        seed: int = 0,
+        shuffle: bool = True,
+        last: str = "partial",
+        too_long: str = "error",
+        evaluation: bool = False,
+        cost: Cost | None = None,
+        restart_positions: bool = False,
+    ) -> None:
+        place = coordinates(mesh, dp, cp, rank)
+        self.dataset = PlannedDataset(dataset)
+        if lengths is None:
+            lengths = self.dataset.lengths(targets)
+        elif len(lengths) != len(self.dataset):
+            raise ValueError(f"the length index has {len(lengths)} documents, the dataset {len(self.dataset)}")
+        count_targets = lengths.targets is not None or not self.dataset.has_labels
+        self.sampler = BalancedBatchSampler(
+            lengths,
+            recipe,
+            max_tokens_per_rank=max_tokens_per_rank,
+            dp=place.dp,
+            cp=place.cp,
+            rank=place.rank,
+            documents_per_step=documents_per_step,
+            tokens_per_step=tokens_per_step,
+            packs_per_step=packs_per_step,
+            slots=slots,
+            sync=sync,
+            seed=seed,
+            shuffle=shuffle,
+            last=last,
+            too_long=too_long,
+            evaluation=evaluation,
+            cost=cost,
+            count_targets=count_targets,
+        )
+        if ahead < 1 or check_every < 1:
+            raise ValueError(f"ahead and check_every must be at least 1; got {ahead} and {check_every}")
+        self._ahead, self._timeout = ahead, timeout
+        self._agreement = Agreement(
+            group=group or cpu_group(place, timeout), num_ranks=place.dp * place.cp, every=check_every
+        )
+        self._loader = DataLoader(
+            self.dataset,
+            batch_sampler=self.sampler,
+            collate_fn=ThdCollator(recipe, restart_positions=restart_positions),
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+            timeout=timeout if num_workers else 0,
+            persistent_workers=num_workers > 0,
+        )
+        self._state = self.sampler.state(0, 0, 0, 1)
+        self._resumed = self._at_end = False
+        self._pump: Pump | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch being read, or to be read next."""
+        return self._state["epoch"]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of the current epoch, exact."""
+        return self.sampler.admission.num_steps(self.epoch)
+
+    def __len__(self) -> int:
+        """Micro-batches of the epoch for this rank; TypeError where slots vary from step to step."""
+        return len(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Read this epoch next: from its beginning, or from where a loaded state stands if it is that epoch's."""
+        if not (self._resumed and epoch == self.epoch):
+            self.sampler.set_epoch(epoch)
+            self._state = self.sampler.state(int(epoch), 0, 0, 1)
+        self._at_end = False
+
+    def __iter__(self) -> Iterator[ThdBatch]:
+        """Micro-batches from the current epoch's beginning, or from a loaded state.
+
+        After an epoch was read to its end the next iteration reads the next one; an iteration broken off starts over.
+        """
+        if self._at_end:
+            self.set_epoch(self.epoch + 1)
+        elif not self._resumed:
+            self.set_epoch(self.epoch)
+        if self._pump is not None:
+            self._pump.finish()
+        self.sampler.load_state_dict(self._state)
+        self._resumed = False
+        self._pump = Pump(self._loader, agreement=self._agreement, ahead=self._ahead, timeout=self._timeout)
+        for batch in self._pump:
+            self._state = batch.state()
+            yield batch
+        self._at_end = True
+
+    def steps(self) -> Iterator[Iterator[ThdBatch]]:
+        """Optimizer steps of the epoch, each an iterator over its micro-batches, which must be read to its end."""
+        batches = iter(self)
+        for batch in batches:
+            following = islice(batches, batch.num_slots - batch.slot - 1)
+            step = _chain(batch, following)
+            yield step
+            if next(step, None) is not None:
+                raise RuntimeError(
+                    f"step {batch.step} of epoch {batch.epoch} was left before the last of its {batch.num_slots} "
+                    f"micro-batches; read each step to its end"
+                )
+
+    def state_dict(self) -> dict:
+        """Where training stands: behind the last micro-batch that was yielded. Small, global, plain JSON."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from a saved state; ValueError names what differs if it belongs to another configuration.
+
+        The state behind an epoch's last micro-batch continues with the next epoch, unless ``set_epoch`` asks for its own
+        epoch again: then nothing of it is left.
+        """
+        self.sampler.load_state_dict(state)
+        self._state = dict(state)
+        self._resumed = True
+        self._at_end = self.sampler.admission.window(state["epoch"], state["step"]) is None
+
+    def describe(self) -> str:
+        """What is read and how, in a few lines."""
+        cluster = self.sampler.cluster
+        return (
+            f"BalancedLoader: {self.sampler.items.describe()}\n"
+            f"  {self.sampler.recipe}\n"
+            f"  {cluster.dp} replicas x cp {cluster.cp}, at most {cluster.max_tokens_per_rank} tokens per rank, "
+            f"sync per {cluster.sync}, slots {cluster.slots or 'vary'}; epoch {self.epoch}, step {self._state['step']}"
+        )
+
+    __str__ = describe
+
+
+def _chain(first: ThdBatch, rest: Iterator[ThdBatch]) -> Iterator[ThdBatch]:
+    yield first
+    yield from rest

@@ -1,0 +1,228 @@
+"""BalancedBatchSampler: the planner as torch's ``DataLoader(batch_sampler=…)`` wants it, an iterable of batches of indices.
+
+torch hands whatever a batch sampler yields to ``dataset.__getitems__``; this one yields ``[MicroBatch]``, one spec per
+batch, so the dataset must be a ``PlannedDataset`` and the collate function a ``ThdCollator``. ``BalancedLoader`` puts
+the three together.
+
+    DataLoader(PlannedDataset(dataset), batch_sampler=BalancedBatchSampler(lengths, recipe("vrsp"), …), collate_fn=ThdCollator(…))
+
+Each rank plans every step by itself (a pure function, no collective) and keeps its own row. A sampler runs ahead of
+training by the loader's prefetch, so the state to resume from travels with each batch: ``batch.state()``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from ..packing.cost import CostModel, Hardware, ModelShape, cost_units
+from ..packing.lengths import Lengths
+from .order import Admission, Items, StepSize
+from .plan import Cluster, MicroBatch, StepPlan
+
+if TYPE_CHECKING:
+    from ..recipes import Cost, Recipe
+
+STATE_VERSION = 1
+# A dense 7B model on a GPU of 400 TFLOP/s that is reached: what is assumed where no cost model is given.
+SEVEN_B = ModelShape(
+    hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14336, vocab_size=128256
+)
+
+
+class BalancedBatchSampler:
+    """Yields this rank's micro-batches of an epoch, as ``[MicroBatch]``.
+
+    Args:
+        lengths: the length index of the dataset.
+        recipe: from ``equipoise.recipe(name)``.
+        max_tokens_per_rank: hard cap of tokens on one rank in one micro-batch.
+        dp, cp, rank: the mesh, and this process in it: ``rank = replica * cp + cp_rank``.
+        documents_per_step, tokens_per_step, packs_per_step: global size of an optimizer step; exactly one.
+            ``packs_per_step`` must be a multiple of dp and fixes ``slots``.
+        slots: micro-batches per replica and step; None: as few as the recipe needs.
+        sync: ``step`` (DDP: ranks wait once per step) or ``slot`` (FSDP, ZeRO-3, PP, EP: at every micro-batch).
+        seed, shuffle: order of the documents, a new one each epoch.
+        last: an incomplete last step is kept (``partial``), left out (``drop``) or opens the next epoch (``carry``).
+        too_long: documents of more than ``max_tokens_per_rank * cp`` tokens: ``error``, ``drop``, ``truncate``, ``split``.
+        evaluation: in order, nothing carried or left out, every document once.
+        cost: a ``CostModel``, or any vectorised callable (pairs, tokens) -> seconds; default: a dense 7B model.
+        count_targets: whether target tokens follow from the index; False where a labels column may mask some.
+    """
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        recipe: Recipe,
+        *,
+        max_tokens_per_rank: int,
+        dp: int,
+        cp: int = 1,
+        rank: int = 0,
+        documents_per_step: int | None = None,
+        tokens_per_step: int | None = None,
+        packs_per_step: int | None = None,
+        slots: int | None = None,
+        sync: str = "step",
+        seed: int = 0,
+        shuffle: bool = True,
+        last: str = "partial",
+        too_long: str = "error",
+        evaluation: bool = False,
+        cost: Cost | None = None,
+        count_targets: bool = True,
+    ) -> None:
+        step_size = StepSize(
+            documents_per_step=documents_per_step, tokens_per_step=tokens_per_step, packs_per_step=packs_per_step
+        )
+        slots = _fixed_slots(packs_per_step, dp, slots)
+        self.cluster = Cluster(dp=dp, cp=cp, max_tokens_per_rank=max_tokens_per_rank, sync=sync, slots=slots)
+        if not 0 <= rank < self.cluster.num_ranks:
+            raise ValueError(f"rank must lie in 0 … {self.cluster.num_ranks - 1} (dp={dp} x cp={cp}); got {rank}")
+        recipe.check_cluster(self.cluster)
+        self.recipe, self.rank = recipe, rank
+        self.cost = cost or CostModel.of(SEVEN_B, Hardware(peak_flops=400e12, efficiency=1.0))
+        if evaluation:
+            shuffle, last = False, "partial"
+        capacity = self.cluster.capacity
+        self.items = Items.of(lengths, capacity=capacity, too_long=too_long)
+        self.admission = Admission(
+            items=self.items,
+            step_size=step_size,
+            capacity=capacity,
+            seed=seed,
+            shuffle=shuffle,
+            last=last,
+            count_targets=count_targets,
+        )
+        self.config = {
+            "recipe": repr(recipe),
+            "cost": cost_units(self.cost, np.array([0, 10**8]), np.array([10**4, 10**4])).tolist(),
+            "dp": dp,
+            "cp": cp,
+            "max_tokens_per_rank": max_tokens_per_rank,
+            **{name: value for name, value in asdict(step_size).items() if value is not None},
+            "slots": slots,
+            "sync": sync,
+            "seed": seed,
+            "shuffle": shuffle,
+            "last": last,
+            "too_long": too_long,
+            "lengths": f"{xxhash.xxh3_64_hexdigest(np.ascontiguousarray(lengths.tokens))} of {len(lengths)}",
+        }
+        self._config_digest = xxhash.xxh3_64_intdigest(json.dumps(self.config, sort_keys=True))
+        self.epoch, self.first_step, self.first_slot = 0, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start the next iteration at the beginning of this epoch."""
+        if epoch != int(epoch) or epoch < 0:
+            raise ValueError(f"epoch must be a whole number of at least 0; got {epoch!r}")
+        self.epoch, self.first_step, self.first_slot = int(epoch), 0, 0
+
+    def plan(self, step: int, epoch: int | None = None) -> StepPlan:
+        """The plan of any step, the same on every rank. Raises IndexError behind the epoch's last step."""
+        epoch = self.epoch if epoch is None else epoch
+        window = self.admission.window(epoch, step)
+        if window is None:
+            raise IndexError(f"epoch {epoch} has {self.admission.num_steps(epoch)} steps, no step {step}")
+        return self.recipe.solve(window, self.cluster, self.cost)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of the current epoch, exact."""
+        return self.admission.num_steps(self.epoch)
+
+    def __len__(self) -> int:
+        """Micro-batches of the epoch for this rank. TypeError where the slots per step vary."""
+        if self.cluster.slots is None:
+            raise TypeError(
+                "the number of micro-batches varies from step to step: use steps_per_epoch, or fix slots= or "
+                "packs_per_step="
+            )
+        return self.steps_per_epoch * self.cluster.slots
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        epoch, step, first_slot = self.epoch, self.first_step, self.first_slot
+        while True:
+            begin = time.perf_counter()
+            window = self.admission.window(epoch, step)
+            if window is None:
+                return
+            plan = self.recipe.solve(window, self.cluster, self.cost)
+            for micro_batch in self._micro_batches(plan, time.perf_counter() - begin)[first_slot:]:
+                yield [micro_batch]
+            step, first_slot = step + 1, 0
+
+    def _micro_batches(self, plan: StepPlan, planning_seconds: float) -> list[MicroBatch]:
+        """This rank's specs of one step, in slot order."""
+        cp, row = self.cluster.cp, plan.grid[self.rank]
+        first, num_slots = self.rank // cp * cp, plan.num_slots
+        cost = plan.packs.sums(plan.span_cost)
+        real = plan.packs.spans.document[plan.packs.spans.document >= 0]
+        return [
+            MicroBatch(
+                spans=plan.packs.take(row[slot : slot + 1]).spans,
+                epoch=plan.epoch,
+                step=plan.step,
+                slot=slot,
+                num_slots=num_slots,
+                ranks=tuple(range(first, first + cp)),
+                cp_rank=self.rank - first,
+                num_targets=plan.num_targets,
+                num_ranks=self.cluster.num_ranks,
+                document_stop=self.items.capacity if self.items.too_long == "truncate" else 0,
+                template=int(real[0]),
+                digest=plan.digest ^ self._config_digest,
+                planning_seconds=planning_seconds,
+                cost=float(cost[row[slot]]) / cp / 1e9,
+                state=self.state(plan.epoch, plan.step, slot + 1, num_slots),
+            )
+            for slot in range(num_slots)
+        ]
+
+    def state(self, epoch: int, step: int, slot: int, num_slots: int) -> dict:
+        """The state to resume from once ``slot`` micro-batches of this step are done: global, the same on all ranks."""
+        if slot == num_slots:
+            step, slot = step + 1, 0
+        start = self.admission.start(epoch)
+        return {
+            "version": STATE_VERSION,
+            "config": self.config,
+            "epoch": epoch,
+            "step": step,
+            "slot": slot,
+            "epoch_start": start,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue behind the micro-batch whose ``state()`` this is. Raises ValueError if anything else was planned."""
+        missing = {"version", "config", "epoch", "step", "slot", "epoch_start"} - set(state)
+        if missing or state["version"] != STATE_VERSION:
+            raise ValueError(
+                f"a state of version {STATE_VERSION} is needed; this one has version {state.get('version')!r} and lacks "
+                f"{sorted(missing) or 'nothing'}"
+            )
+        differs = [key for key in self.config if state["config"].get(key) != self.config[key]]
+        differs += [key for key in state["config"] if key not in self.config]
+        if differs:
+            told = "; ".join(f"{key}: saved {state['config'].get(key)!r}, now {self.config.get(key)!r}" for key in differs)
+            raise ValueError(f"the saved plan was made under another configuration ({told}); set these as they were")
+        self.admission.epoch_starts[state["epoch"]] = state["epoch_start"]
+        self.epoch, self.first_step, self.first_slot = state["epoch"], state["step"], state["slot"]
+
+
+def _fixed_slots(packs_per_step: int | None, dp: int, slots: int | None) -> int | None:
+    if packs_per_step is None:
+        return slots
+    if packs_per_step % dp or (slots is not None and slots * dp != packs_per_step):
+        raise ValueError(
+            f"packs_per_step must be dp x slots so that no rank waits; got packs_per_step={packs_per_step}, dp={dp}, "
+            f"slots={slots}: use {-(-packs_per_step // dp) * dp}, or leave slots out"
+        )
+    return packs_per_step // dp

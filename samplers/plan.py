@@ -1,0 +1,210 @@
+"""StepPlan: who runs which pack in which slot of one optimizer step. A handful of int64 arrays, global and small.
+
+Every rank computes the same plan and looks up its own row. The plan proves the promises it makes (``check``), says what
+each rank has to do (``loads``) and how far that is from the least possible (``bound``, ``describe``).
+
+Ranks are numbers in the dp x cp plane: ``rank = replica * cp + cp_rank``; a micro-batch runs on ``cp_size`` consecutive
+ranks from ``first_rank``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import xxhash
+
+from ..packing.packs import Packs, Spans
+
+SYNC = ("step", "slot")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The ranks a step is planned for, what they may hold, and when they wait for each other.
+
+    Args:
+        dp: data-parallel replicas.
+        cp: ranks of one context-parallel group.
+        max_tokens_per_rank: hard cap of tokens on one rank in one micro-batch.
+        sync: ``step``: ranks meet once per optimizer step (DDP); ``slot``: at every micro-batch (FSDP, ZeRO-3, PP, EP).
+        slots: micro-batches per replica and step; None: as few as the recipe needs.
+    """
+
+    dp: int
+    cp: int = 1
+    max_tokens_per_rank: int
+    sync: str = "step"
+    slots: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "cp", "max_tokens_per_rank", "slots"):
+            value = getattr(self, name)
+            if value is not None and (int(value) != value or value < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
+        if self.sync not in SYNC:
+            raise ValueError(
+                f"sync must be 'step' (DDP: ranks wait once per optimizer step) or 'slot' (FSDP, ZeRO-3, PP, EP: at "
+                f"every micro-batch); got {self.sync!r}"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dp * self.cp
+
+    @property
+    def capacity(self) -> int:
+        """Tokens one pack may have: its CP group shares them evenly, to within one."""
+        return self.max_tokens_per_rank * self.cp
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Loads:
+    """What each rank does in each slot: int64[ranks, slots]."""
+
+    cost: np.ndarray  # nanoseconds of forward and backward by the cost model
+    tokens: np.ndarray  # held; a pack's remainder is counted on each of its ranks
+    pairs: np.ndarray  # (query, key) pairs, shared evenly by a CP group
+    rows: np.ndarray  # KV rows that a ring without skipping receives, per layer
+
+    def imbalance(self, sync: str) -> float:
+        """Slowest rank over the mean: of the step's sums, or slot by slot (sum of maxima over sum of means)."""
+        cost = self.cost if sync == "slot" else self.cost.sum(1, keepdims=True)
+        mean = cost.mean(0).sum()
+        return float(cost.max(0).sum() / mean) if mean else 1.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepPlan:
+    """One optimizer step: ``packs[i]`` runs in ``slot[i]`` on ranks ``first_rank[i] … + cp_size[i]``.
+
+    ``span_cost`` int64[m] are the cost units (nanoseconds) of the packs' spans, which the solver balanced.
+    """
+
+    epoch: int
+    step: int
+    recipe: str
+    cluster: Cluster
+    packs: Packs
+    slot: np.ndarray  # int64[p]
+    first_rank: np.ndarray  # int64[p]
+    cp_size: np.ndarray  # int64[p]
+    span_cost: np.ndarray  # int64[m]
+    num_targets: int | None
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.slot.max()) + 1
+
+    @cached_property
+    def grid(self) -> np.ndarray:
+        """int64[ranks, slots]: the pack that a rank runs in a slot; -1 where the plan leaves one idle."""
+        grid = np.full((self.cluster.num_ranks, self.num_slots), -1, np.int64)
+        pack = np.repeat(np.arange(len(self.packs)), self.cp_size)
+        begin = np.cumsum(self.cp_size) - self.cp_size
+        rank = np.arange(len(pack)) - np.repeat(begin - self.first_rank, self.cp_size)
+        grid[rank, self.slot[pack]] = pack
+        return grid
+
+    def loads(self) -> Loads:
+        """Cost, tokens, pairs and received KV rows per rank and slot."""
+        tokens, cp = self.packs.tokens, self.cp_size
+        held = -(-tokens // cp)
+        cost = -(-self.packs.sums(self.span_cost) // cp)
+        return Loads(
+            cost=cost[self.grid],
+            tokens=held[self.grid],
+            pairs=(self.packs.pairs // cp)[self.grid],
+            rows=(tokens - tokens // cp)[self.grid],
+        )
+
+    def makespan(self) -> int:
+        """Cost units until the last rank is done, waiting as ``sync`` says."""
+        cost = self.loads().cost
+        return int(cost.max(0).sum() if self.cluster.sync == "slot" else cost.sum(1).max())
+
+    def bound(self) -> int:
+        """No plan of these spans at these CP sizes ends sooner: the mean over ranks, or the costliest single span."""
+        cp = np.repeat(self.cp_size, np.diff(self.packs.offsets))
+        total = int(self.span_cost.sum())
+        return max(-(-total // self.cluster.num_ranks), int((-(-self.span_cost // cp)).max(initial=0)))
+
+    def check(self, window: Spans | None = None) -> None:
+        """Prove the promises: cap kept, equal slots, no rank idle, each span of the ``window`` exactly once.
+
+        Raises AssertionError: a plan that fails here is a bug of the planner, never the user's input.
+        """
+        cap, name = self.cluster.max_tokens_per_rank, f"step {self.step} of epoch {self.epoch}"
+        held = -(-self.packs.tokens // self.cp_size)
+        assert held.max() <= cap, f"{name}: a rank holds {held.max()} tokens, cap {cap}"
+        assert (np.diff(self.packs.offsets) > 0).all(), f"{name}: an empty pack"
+        assert self.cp_size.sum() == self.grid.size, f"{name}: {self.cp_size.sum()} runs for {self.grid.size} places"
+        assert (self.grid >= 0).all(), f"{name}: ranks {np.flatnonzero((self.grid < 0).any(1))} idle in a slot"
+        filler = self.packs.spans.document < 0
+        assert (self.packs.spans.pairs[filler] == 0).all() and (self.span_cost[filler] == 0).all(), f"{name}: filler"
+        if window is not None:
+            assert _pieces(self.packs.spans.take(np.flatnonzero(~filler))) == _pieces(window), f"{name}: lost or doubled"
+
+    @property
+    def digest(self) -> int:
+        """64-bit hash of the arrays: equal on all ranks, or the run must stop."""
+        spans, state = self.packs.spans, xxhash.xxh3_64(f"{self.recipe}{self.epoch}{self.step}{self.cluster}".encode())
+        for array in (spans.document, spans.start, spans.stop, self.packs.offsets, self.slot, self.first_rank):
+            state.update(np.ascontiguousarray(array).tobytes())
+        state.update(np.ascontiguousarray(self.cp_size).tobytes())
+        return state.intdigest()
+
+    def describe(self) -> str:
+        """Tokens, seconds, balance and distance to the bound, in a few lines."""
+        loads, spans = self.loads(), self.packs.spans
+        real = spans.document >= 0
+        makespan, bound = self.makespan(), self.bound()
+        return (
+            f"step {self.step} of epoch {self.epoch}, recipe {self.recipe}: {int(real.sum())} spans, "
+            f"{int(spans.tokens[real].sum())} tokens in {len(self.packs)} packs ({int((~real).sum())} fillers), "
+            f"{self.num_slots} slots on {self.cluster.dp} replicas x cp {self.cluster.cp}\n"
+            f"  predicted {makespan / 1e9:.4g} s, lower bound {bound / 1e9:.4g} s ({makespan / max(bound, 1):.3f} x); "
+            f"max/mean {loads.imbalance('slot'):.3f} per slot, {loads.imbalance('step'):.3f} per step\n"
+            f"  most tokens on a rank {loads.tokens.max()} of {self.cluster.max_tokens_per_rank}; KV rows received per "
+            f"rank and layer {loads.rows.sum(1).max()}"
+        )
+
+    __str__ = describe
+
+
+def _pieces(spans: Spans) -> list[tuple[int, int, int]]:
+    """Canonical list of (document, start, stop), neighbouring pieces of one document joined."""
+    order = np.lexsort((spans.start, spans.document))
+    document, start, stop = spans.document[order], spans.start[order], spans.stop[order]
+    joined = np.r_[False, (document[1:] == document[:-1]) & (start[1:] == stop[:-1])]
+    first = np.flatnonzero(~joined)
+    last = np.r_[first[1:] - 1, len(document) - 1] if len(first) else first
+    return list(zip(document[first].tolist(), start[first].tolist(), stop[last].tolist(), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """What one rank has to fetch and lay out for one slot: the spec that a sampler yields and a worker receives."""
+
+    spans: Spans
+    epoch: int
+    step: int
+    slot: int
+    num_slots: int
+    ranks: tuple[int, ...]  # the CP group, in order
+    cp_rank: int
+    num_targets: int | None  # of the whole step
+    num_ranks: int
+    document_stop: int  # documents end here even where they are longer (too_long='truncate'); 0: nowhere
+    template: int  # a document of the step whose columns a filler imitates
+    digest: int
+    planning_seconds: float
+    cost: float  # predicted seconds of this rank in this slot
+    state: dict  # what resumes a run behind this micro-batch
+
+    def __repr__(self) -> str:
+        return (
+            f"MicroBatch(epoch {self.epoch}, step {self.step}, slot {self.slot + 1}/{self.num_slots}: {len(self.spans)} "
+            f"spans, {int(self.spans.tokens.sum())} tokens on ranks {self.ranks})"
+        )
