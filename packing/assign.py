@@ -3,9 +3,7 @@
 All of them see plain int64 arrays (tokens, cost), break ties by a stated rule, release the GIL and return either a bin
 per item or CSR `(order, offsets)`: pack i holds items `order[offsets[i]:offsets[i + 1]]`.
 
-- `best_fit_decreasing`: the fewest packs of a fixed size (TRL's and Skrull's packer). Exact, in about half the time it
-  takes numpy to sort the lengths: counting sort, open packs in lists by remaining room, a three-level bitmap that finds
-  the next room >= d, and all equal lengths that fit into a pack placed at once.
+- `best_fit_decreasing` (in `best_fit.py`): few packs of a fixed size.
 - `next_fit`: documents in the order they come, a new pack when one does not fit.
 - `lpt`: longest processing time first, under a hard cap on tokens and, if wanted, on items; within 4/3 of the best
   makespan without the caps.
@@ -22,35 +20,19 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 
+from .best_fit import best_fit_decreasing, fitting
 from .packs import Int64
+
+__all__ = ["best_fit_decreasing", "csr_from_bins", "lpt", "next_fit", "split_largest"]
 
 MAX_INT64 = np.iinfo(np.int64).max
 
 
-def best_fit_decreasing(tokens: npt.ArrayLike, capacity: int) -> tuple[Int64, Int64]:
-    """Pack items of `tokens` (int[n], each 1 … capacity) into packs of `capacity`; returns (order int64[n], offsets).
-
-    Items come in order of falling length, equal ones by index; each goes into the open pack with the least room that
-    is enough, among equals into the one that was filled last; where none is open that fits, a new pack is opened.
-    Packs are numbered as they open, items keep the order in which they were placed. Scratch memory is 4 bytes of
-    address space per token of capacity, touched only where packs land.
-    """
-    tokens = _checked(tokens, capacity)
-    if len(tokens) == 0:
-        return np.zeros(0, np.int64), np.zeros(1, np.int64)
-    longest = int(tokens.max())
-    # Counting needs a table of `longest` entries: not worth it for the few documents of one step.
-    by_length = _counting_sort(tokens, longest) if 4 * len(tokens) > longest else np.argsort(-tokens, kind="stable")
-    return _best_fit(tokens, by_length, min(int(capacity), int(tokens.sum())))
-
-
 def next_fit(tokens: npt.ArrayLike, capacity: int) -> Int64:
     """Fill packs with items in the order given (int[n], each 1 … capacity); returns offsets int64[packs + 1]."""
-    return _next_fit(_checked(tokens, capacity), int(capacity))
+    return _next_fit(fitting(tokens, capacity), int(capacity))
 
 
 def lpt(cost: npt.ArrayLike, tokens: npt.ArrayLike, num_bins: int, cap: int, max_items: int = 0) -> Int64:
@@ -82,7 +64,10 @@ def split_largest(
 
 
 def csr_from_bins(bins: npt.ArrayLike, num_bins: int) -> tuple[Int64, Int64]:
-    """(order, offsets int64[num_bins + 1]) of items with a bin each (int[n], -1: in none, left out), by index in a bin."""
+    """(order, offsets int64[num_bins + 1]) from the bin of each item, int[n]; -1 leaves an item out.
+
+    Within a bin items keep index order.
+    """
     bins = np.asarray(bins, dtype=np.int64)
     if len(bins) and (bins.max() >= num_bins or bins.min() < -1):
         raise ValueError(f"Bins must be -1 … {num_bins - 1}; got {bins.min()} … {bins.max()}.")
@@ -100,156 +85,6 @@ def same_length(cost: npt.ArrayLike, tokens: npt.ArrayLike) -> tuple[Int64, Int6
             f"got costs {cost.min()} … {cost.max()}, tokens from {tokens.min()}. State costs in a larger unit."
         )
     return cost, tokens
-
-
-def _checked(tokens: npt.ArrayLike, capacity: int) -> Int64:
-    array = np.asarray(tokens)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(f"tokens must be integers in one dimension; got {array.dtype} of shape {array.shape}.")
-    array = np.ascontiguousarray(array, dtype=np.int64)
-    if len(array) and (array.min() < 1 or array.max() > capacity):
-        at = int(array.argmax()) if array.max() > capacity else int(array.argmin())
-        raise ValueError(
-            f"Every item must hold 1 … {capacity} tokens to fit into a pack; item {at} holds {array[at]}. "
-            "Split, truncate or drop it first."
-        )
-    return array
-
-
-@intrinsic
-def _trailing_zeros(typingctx, word):  # type: ignore[no-untyped-def]
-    """Number of zero bits below the lowest one; numba offers no public function for the CPU instruction."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.int64(types.uint64), codegen
-
-
-@njit(nogil=True, cache=True)
-def _counting_sort(tokens, longest):
-    """Indices by falling tokens, equal ones by index."""
-    begin = np.zeros(longest + 2, np.int64)
-    for t in tokens:
-        begin[t] += 1
-    total = np.int64(0)
-    for t in range(longest, -1, -1):
-        begin[t], total = total, total + begin[t]
-    order = np.empty(len(tokens), np.int64)
-    for i in range(len(tokens)):
-        order[begin[tokens[i]]] = i
-        begin[tokens[i]] += 1
-    return order
-
-
-@njit(nogil=True, cache=True)
-def _set(bits, groups, tops, room):
-    bits[room >> 6] |= np.uint64(1) << np.uint64(room & 63)
-    groups[room >> 12] |= np.uint64(1) << np.uint64((room >> 6) & 63)
-    tops[room >> 18] |= np.uint64(1) << np.uint64((room >> 12) & 63)
-
-
-@njit(nogil=True, cache=True)
-def _clear(bits, groups, tops, room):
-    bits[room >> 6] &= ~(np.uint64(1) << np.uint64(room & 63))
-    if bits[room >> 6] == 0:
-        groups[room >> 12] &= ~(np.uint64(1) << np.uint64((room >> 6) & 63))
-        if groups[room >> 12] == 0:
-            tops[room >> 18] &= ~(np.uint64(1) << np.uint64((room >> 12) & 63))
-
-
-@njit(nogil=True, cache=True)
-def _above(words, at):
-    """The bits of the word that holds bit `at` which lie at it or above; none past the last word."""
-    if at >> 6 >= len(words):
-        return np.uint64(0)
-    return words[at >> 6] & (~np.uint64(0) << np.uint64(at & 63))
-
-
-@njit(nogil=True, cache=True)
-def _next_room(bits, groups, tops, wanted):
-    """The least room >= wanted that is set, or -1."""
-    word = _above(bits, wanted)
-    if word:
-        return (wanted >> 6 << 6) + _trailing_zeros(word)
-    at = (wanted >> 6) + 1
-    word = _above(groups, at)
-    if not word:
-        at = (at >> 6) + 1
-        word = _above(tops, at)
-        top = at >> 6
-        while not word:
-            top += 1
-            if top >= len(tops):
-                return np.int64(-1)
-            word = tops[top]
-        at = (top << 6) + _trailing_zeros(word)
-        word = groups[at]
-        at <<= 6
-    at = (at >> 6 << 6) + _trailing_zeros(word)
-    return (at << 6) + _trailing_zeros(bits[at])
-
-
-@njit(nogil=True, cache=True)
-def _best_fit(tokens, by_length, capacity):
-    n = len(tokens)
-    shortest = tokens[by_length[n - 1]]
-    bits = np.zeros((capacity >> 6) + 1, np.uint64)
-    groups = np.zeros((capacity >> 12) + 1, np.uint64)
-    tops = np.zeros((capacity >> 18) + 1, np.uint64)
-    # head[room] is the pack filled last among those with that room; valid only where the room's bit is set, so that
-    # the table need not be cleared. below[pack] is the next one in its list, -1 at the end.
-    head = np.empty(capacity + 1, np.int32)
-    below = np.empty(n, np.int32)
-    # A fragment is a run of equal items placed into one pack at once.
-    pack_of = np.empty(n, np.int32)
-    begin = np.empty(n + 1, np.int32)
-    size = np.zeros(n + 1, np.int64)
-    fragments = packs = i = 0
-    while i < n:
-        length = tokens[by_length[i]]
-        stop = i + 1
-        while stop < n and tokens[by_length[stop]] == length:
-            stop += 1
-        while i < stop:
-            room = _next_room(bits, groups, tops, length)
-            if room < 0:
-                room = capacity
-                pack = packs
-                packs += 1
-            else:
-                pack = head[room]
-                if below[pack] >= 0:
-                    head[room] = below[pack]
-                else:
-                    _clear(bits, groups, tops, room)
-            count = min(stop - i, room // length)
-            pack_of[fragments], begin[fragments] = pack, i
-            fragments += 1
-            size[pack + 1] += count
-            i += count
-            room -= count * length
-            if room >= shortest:
-                bit = (bits[room >> 6] >> np.uint64(room & 63)) & np.uint64(1)
-                below[pack] = head[room] if bit else -1
-                head[room] = pack
-                if not bit:
-                    _set(bits, groups, tops, room)
-    begin[fragments] = n
-    offsets = np.cumsum(size[: packs + 1])
-    return _fill(by_length, pack_of[:fragments], begin, offsets), offsets
-
-
-@njit(nogil=True, cache=True)
-def _fill(by_length, pack_of, begin, offsets):
-    order = np.empty(len(by_length), np.int64)
-    at = offsets[:-1].copy()
-    for fragment in range(len(pack_of)):
-        pack = pack_of[fragment]
-        for i in range(begin[fragment], begin[fragment + 1]):
-            order[at[pack]] = by_length[i]
-            at[pack] += 1
-    return order
 
 
 @njit(nogil=True, cache=True)

@@ -169,7 +169,10 @@ class CostModel:
 
     @staticmethod
     def of(shape: ModelShape, hardware: Hardware, *, bytes_fixed: float = 0.0) -> CostModel:
-        """The cost of training `shape` on `hardware`, activations kept; bytes_fixed depends on how weights are sharded."""
+        """The cost of training `shape` on `hardware`, activations kept.
+
+        bytes_fixed, weights and optimizer state, depends on how they are sharded: the caller knows.
+        """
         speed = hardware.peak_flops * hardware.efficiency
         return CostModel(
             seconds_per_pair=(1 + ATTENTION_BACKWARD) * shape.flops_per_pair / speed,

@@ -35,7 +35,10 @@ from .packs import Int64
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shards:
-    """What each of `cp_size` ranks holds of a pack: rank r holds `segments[offsets[r]:offsets[r + 1]]`, in that order."""
+    """What each of `cp_size` ranks holds of a pack.
+
+    Rank r holds `segments[offsets[r]:offsets[r + 1]]`, in that order.
+    """
 
     cu_seqlens: Int64
     """int64[k + 1], document boundaries of the pack."""
