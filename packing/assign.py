@@ -43,8 +43,8 @@ def lpt(cost: npt.ArrayLike, tokens: npt.ArrayLike, num_bins: int, cap: int, max
     number).
     """
     cost, tokens = same_length(cost, tokens)
-    if num_bins < 1:
-        raise ValueError(f"lpt needs at least one bin; got num_bins={num_bins}.")
+    if num_bins < 1 or max_items < 0:
+        raise ValueError(f"lpt needs num_bins >= 1 and max_items >= 0; got {num_bins} and {max_items}.")
     return _lpt(cost, tokens, np.argsort(-cost, kind="stable"), int(num_bins), int(cap), int(max_items) or MAX_INT64)
 
 
@@ -53,14 +53,17 @@ def split_largest(
 ) -> tuple[Int64, Int64]:
     """Split packs until there are `num_packs`, or until every pack holds one item; returns (order, offsets).
 
-    The costliest pack of two or more items (ties: the lower number; then more tokens) is halved by LPT; the half that
-    got its costliest item keeps the number, the other is appended. tokens, cost: int[n] by item, as in `order`.
+    The costliest pack of two or more items (ties: the lower number) is halved by LPT, items of equal cost by place, equal
+    loads by tokens; the half that got the costliest item keeps the number, the other is appended, and in both items
+    stay in the order they had. order: int[m] items, offsets: int[p + 1]; tokens (>= 1), cost: int[n] by item.
     """
     cost, tokens = same_length(cost, tokens)
+    if len(tokens) and tokens.min() < 1:
+        raise ValueError("Packs that are to be split hold items of at least one token; drop empty items first.")
     order, offsets = np.array(order, dtype=np.int64), np.asarray(offsets, dtype=np.int64)
     if len(offsets) - 1 >= num_packs:
         return order, offsets
-    return _split_largest(order, offsets, cost, int(num_packs))
+    return _split_largest(order, offsets, tokens, cost, int(num_packs))
 
 
 def csr_from_bins(bins: npt.ArrayLike, num_bins: int) -> tuple[Int64, Int64]:
@@ -103,7 +106,7 @@ def _next_fit(tokens, capacity):
 
 
 @njit(nogil=True, cache=True)
-def winners(keys):
+def _winners(keys):
     """A tournament over keys (int64[k]): the tree of winners, 1 the root; the least key wins, ties the lower index."""
     leaves = 1
     while leaves < len(keys):
@@ -112,23 +115,24 @@ def winners(keys):
     for k in range(len(keys)):
         tree[leaves + k] = k
     for node in range(leaves - 1, 0, -1):
-        _replay_node(tree, keys, node)
+        left, right = tree[2 * node], tree[2 * node + 1]
+        tree[node] = right if right >= 0 and keys[right] < keys[left] else left
     return tree
 
 
 @njit(nogil=True, cache=True)
-def _replay_node(tree, keys, node):
-    left, right = tree[2 * node], tree[2 * node + 1]
-    tree[node] = right if right >= 0 and keys[right] < keys[left] else left
-
-
-@njit(nogil=True, cache=True)
-def replay(tree, keys, k):
-    """Restore the tournament after keys[k] changed."""
-    node = (len(tree) // 2 + k) // 2
-    while node > 0:
-        _replay_node(tree, keys, node)
-        node //= 2
+def _replay(tree, keys, k):
+    """Restore the tournament after keys[k] changed: its winner meets the winner of the other side at every level."""
+    node = len(tree) // 2 + k
+    best, least = k, keys[k]
+    while node > 1:
+        other = tree[node ^ 1]
+        if other >= 0:
+            key = keys[other]
+            wins = key < least or (key == least and other < best)
+            best, least = (other, key) if wins else (best, least)
+        node >>= 1
+        tree[node] = best
 
 
 @njit(nogil=True, cache=True)
@@ -138,7 +142,7 @@ def _lpt(cost, tokens, by_cost, num_bins, cap, max_items):
     room = np.full(num_bins, cap, np.int64)
     places = np.full(num_bins, max_items, np.int64)
     load = np.zeros(num_bins, np.int64)
-    tree = winners(load)
+    tree = _winners(load)
     # smallest[i]: the fewest tokens among items i …, below which a bin is closed for good.
     smallest = np.empty(n + 1, np.int64)
     smallest[n] = MAX_INT64
@@ -148,10 +152,7 @@ def _lpt(cost, tokens, by_cost, num_bins, cap, max_items):
         item = by_cost[i]
         best = tree[1]
         if tokens[item] > room[best] or places[best] == 0:
-            best = -1
-            for b in range(num_bins):
-                if tokens[item] <= room[b] and places[b] > 0 and (best < 0 or load[b] < load[best]):
-                    best = b
+            best = _least_with_room(load, room, places, tokens[item])
         if best >= 0:
             bins[item] = best
             room[best] -= tokens[item]
@@ -159,12 +160,21 @@ def _lpt(cost, tokens, by_cost, num_bins, cap, max_items):
             load[best] += cost[item]
             if room[best] < smallest[i + 1] or places[best] == 0:
                 load[best] = MAX_INT64
-            replay(tree, load, best)
+            _replay(tree, load, best)
     return bins
 
 
 @njit(nogil=True, cache=True)
-def _split_largest(order, offsets, cost, num_packs):
+def _least_with_room(load, room, places, tokens):
+    best = -1
+    for b in range(len(load)):
+        if tokens <= room[b] and places[b] > 0 and (best < 0 or load[b] < load[best]):
+            best = b
+    return best
+
+
+@njit(nogil=True, cache=True)
+def _split_largest(order, offsets, tokens, cost, num_packs):
     packs = len(offsets) - 1
     start, stop = np.empty(num_packs, np.int64), np.empty(num_packs, np.int64)
     start[:packs], stop[:packs] = offsets[:-1], offsets[1:]
@@ -175,7 +185,7 @@ def _split_largest(order, offsets, cost, num_packs):
         p = np.argmax(load)
         if load[p] < 0:
             break
-        middle = start[p] + _halve(order[start[p] : stop[p]], cost)
+        middle = start[p] + _halve(order[start[p] : stop[p]], tokens, cost)
         start[packs], stop[packs], stop[p] = middle, stop[p], middle
         load[p] = _weight(order[start[p] : stop[p]], cost)
         load[packs] = _weight(order[start[packs] : stop[packs]], cost)
@@ -200,19 +210,19 @@ def _weight(items, cost):
 
 
 @njit(nogil=True, cache=True)
-def _halve(items, cost):
+def _halve(items, tokens, cost):
     """Reorder items in place into two halves of like cost, each in the order it had; returns the size of the first."""
-    half = np.empty(len(items), np.int64)
+    second = np.empty(len(items), np.bool_)
     load = np.zeros(2, np.int64)
-    count = np.zeros(2, np.int64)
+    size = np.zeros(2, np.int64)
     for i in np.argsort(-cost[items], kind="mergesort"):
-        # Equal loads go by count, or items that cost nothing would leave the second half empty.
-        side = 1 if load[1] < load[0] or (load[1] == load[0] and count[1] < count[0]) else 0
-        half[i] = side
+        # Equal loads go by tokens, or items that cost nothing would leave the second half empty.
+        side = 1 if load[1] < load[0] or (load[1] == load[0] and size[1] < size[0]) else 0
+        second[i] = side == 1
         load[side] += cost[items[i]]
-        count[side] += 1
-    items[:] = np.concatenate((items[half == 0], items[half == 1]))
-    return count[0]
+        size[side] += tokens[items[i]]
+    items[:] = np.concatenate((items[~second], items[second]))
+    return len(items) - second.sum()
 
 
 @njit(nogil=True, cache=True)

@@ -16,6 +16,8 @@ Decides which documents share a pack of `capacity` tokens, as TRL, LLaMA-Factory
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
@@ -74,14 +76,15 @@ def fitting(tokens: npt.ArrayLike, capacity: int) -> Int64:
     return array
 
 
-@intrinsic
-def _trailing_zeros(typingctx, word):  # type: ignore[no-untyped-def]
-    """Number of zero bits below the lowest one; numba offers no public function for the CPU instruction."""
-
+def _emit_trailing_zeros(typingctx, word):  # type: ignore[no-untyped-def]
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
 
     return types.int64(types.uint64), codegen
+
+
+# Number of zero bits below the lowest one of a word that is not 0: numba has no public name for the instruction.
+_trailing_zeros: Any = intrinsic(_emit_trailing_zeros)
 
 
 @njit(nogil=True, cache=True)

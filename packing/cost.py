@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -72,13 +73,17 @@ class ModelShape:
             )
 
     @staticmethod
-    def from_hf(config: object) -> ModelShape:
+    def from_hf(config: object, *, gated: bool = True) -> ModelShape:
         """The shape of a HF config (object or dict) of the Llama family: Llama, Qwen2/3, Mistral, Gemma …
 
-        head_dim and num_key_value_heads default as they do in HF. Configs with other names (GPT-2's n_embd) or with
-        experts are refused: state a ModelShape by hand, for experts with ffn_size = active experts x their size.
+        head_dim and num_key_value_heads default as they do in HF; `gated` is no part of a config. Configs with other
+        names (GPT-2's n_embd) or with experts are refused: state a ModelShape by hand, for experts with ffn_size =
+        active experts x their size.
         """
-        get = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+
+        def get(name: str) -> Any:
+            return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
         if get("num_experts") or get("num_local_experts") or get("n_routed_experts"):
             raise ValueError(
                 "A config with experts does not say how many FLOPs a token takes; state ModelShape(…, ffn_size="
@@ -100,6 +105,7 @@ class ModelShape:
             head_dim=get("head_dim") or get("hidden_size") // heads,
             ffn_size=get("intermediate_size"),
             vocab_size=get("vocab_size"),
+            gated=gated,
         )
 
     @property

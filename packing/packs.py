@@ -139,7 +139,14 @@ class Packs:
         _refuse(np.diff(self.offsets) < 1, "Pack {} is empty; every pack holds at least one span.")
         _refuse(self.spans.tokens < 1, "Span {} is empty; drop empty documents before packing.")
         _refuse(self.spans.start < 0, "Span {} starts before its document.")
-        _refuse(self.tokens > max_tokens, f"Pack {{}} holds more than the cap of {max_tokens} tokens.")
+        _refuse(
+            self.spans.document < -1, "Span {} has a document below -1; documents are numbered from 0, a filler is -1."
+        )
+        tokens = self.tokens
+        _refuse(
+            tokens > max_tokens,
+            f"Pack {{}} exceeds the cap of {max_tokens} tokens; the largest holds {max(tokens, default=0)}.",
+        )
         order = np.lexsort((self.spans.start, self.spans.document))
         ordered = self.spans.take(order)
         same = (ordered.document[1:] == ordered.document[:-1]) & (ordered.document[1:] >= 0)

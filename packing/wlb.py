@@ -3,7 +3,7 @@
 Decides which documents of a window share a micro-batch: documents come by falling length; each goes to the pack of
 least workload if its tokens fit under the cap, else to the shortest pack if they fit there, else it is left over. A
 pack of many short documents may so grow longer (up to `capacity`) than one that holds a long document, and costs the
-same. Two tournaments keep the least workload and the least length at hand: O((n + packs)·log packs).
+same. It costs n·packs comparisons: 512 documents into 16 packs take tens of microseconds.
 
 Where the paper demands length + d < S_max, a pack here may be filled to the brim.
 
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from .assign import csr_from_bins, replay, same_length, winners
+from .assign import csr_from_bins, same_length
 from .packs import Int64
 
 
@@ -43,15 +43,12 @@ def _wlb(tokens, cost, by_length, num_packs, capacity):
     bins = np.full(len(tokens), -1, np.int64)
     work = np.zeros(num_packs, np.int64)
     length = np.zeros(num_packs, np.int64)
-    least_work, shortest = winners(work), winners(length)
     for d in by_length:
-        pack = least_work[1]
+        pack = np.argmin(work)
         if length[pack] + tokens[d] > capacity:
-            pack = shortest[1]
+            pack = np.argmin(length)
         if length[pack] + tokens[d] <= capacity:
             bins[d] = pack
             work[pack] += cost[d]
             length[pack] += tokens[d]
-            replay(least_work, work, pack)
-            replay(shortest, length, pack)
     return bins
