@@ -182,7 +182,8 @@ def _wlb(
     With free slots the count starts at the fill that leaves room to grow and rises until every document has a place.
     """
     slots = cluster.slots or max(
-        -(-int(tokens.sum()) // int(_WLB_FILL * cluster.dp * cluster.capacity + 1)), -(-(len(offsets) - 1) // cluster.dp)
+        -(-int(tokens.sum()) // int(_WLB_FILL * cluster.dp * cluster.capacity + 1)),
+        -(-(len(offsets) - 1) // cluster.dp),
     )
     while True:
         balanced, edges, left = wlb(tokens, units, slots * cluster.dp, cluster.capacity)
@@ -220,5 +221,3 @@ def _with_fillers(packs: Packs, units: np.ndarray, places: int, cp: int) -> tupl
     spans = Spans.concat([packs.spans, Spans(document=zero - 1, start=zero, stop=zero + cp, pairs=zero)])
     offsets = np.r_[packs.offsets, packs.offsets[-1] + 1 + np.arange(missing)]
     return Packs(spans=spans, offsets=offsets), np.r_[units, zero]
-
-

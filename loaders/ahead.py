@@ -106,7 +106,9 @@ class Pump:
         """Wait until the thread of an iteration that was broken off has ended. RuntimeError after ``timeout`` seconds."""
         self._thread.join(self._timeout)
         if self._thread.is_alive():
-            raise RuntimeError(f"the last iteration's thread did not end within {self._timeout:g} s: another rank is stuck")
+            raise RuntimeError(
+                f"the last iteration's thread did not end within {self._timeout:g} s: another rank is stuck"
+            )
 
     def _run(self) -> None:
         try:
@@ -150,5 +152,11 @@ class Pump:
                 if not self._permitted(ordinal):
                     return
                 total = agreement.sum_targets(sum(each.num_targets for each in held))
-                yield from (each.replace(num_targets_step=total) for each in held)
+                yield from (_with_targets(each, total) for each in held)
                 held = []
+
+
+def _with_targets(batch: ThdBatch, total: int) -> ThdBatch:
+    """The batch with the step's targets, in its state too: what is left of a step cannot tell them."""
+    resume = batch.resume if batch.is_last_slot else {**batch.resume, "num_targets": total}
+    return batch.replace(num_targets_step=total, resume=resume)

@@ -70,7 +70,9 @@ class ThdBatch(Mapping[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._fields:
-            raise AttributeError(f"ThdBatch has no entry {name!r}; it has {', '.join(self.__dict__.get('_fields', ()))}")
+            raise AttributeError(
+                f"ThdBatch has no entry {name!r}; it has {', '.join(self.__dict__.get('_fields', ()))}"
+            )
         return self._fields[name]
 
     def replace(self, **entries: Any) -> ThdBatch:

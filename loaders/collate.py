@@ -103,7 +103,9 @@ class _Segments:
 
     def _document_tokens(self, spec: MicroBatch, rows: Rows) -> np.ndarray:
         if "input_ids" not in rows:
-            raise ValueError(f"the tokens must be in a column named 'input_ids'; the dataset has {', '.join(sorted(rows))}")
+            raise ValueError(
+                f"the tokens must be in a column named 'input_ids'; the dataset has {', '.join(sorted(rows))}"
+            )
         shapes = [getattr(ids, "shape", None) for ids in rows["input_ids"]]
         bad = [at for at, shape in enumerate(shapes) if shape is None or len(shape) != 1]
         if bad:
@@ -132,7 +134,9 @@ class _Segments:
         """Every column, token-aligned ones cut; ``labels`` shifted (made from the tokens where there are none)."""
         taken = [name for name in rows if name in FIELDS and name not in ("input_ids", "labels")]
         if taken:
-            raise ValueError(f"column {taken[0]!r} has the name of an entry that a ThdBatch makes itself; rename the column")
+            raise ValueError(
+                f"column {taken[0]!r} has the name of an entry that a ThdBatch makes itself; rename the column"
+            )
         out: dict[str, Any] = {}
         for name, values in rows.items():
             if all(isinstance(value, np.ndarray) for value in values):
@@ -147,7 +151,9 @@ class _Segments:
             raise ValueError(f"token ids must be integers; input_ids of document {self.numbers[0]} is {ids.dtype}")
         out["input_ids"] = ids.astype(np.int64, copy=False)
         if ids.size and ids.dtype.kind == "i" and ids.min() < 0:
-            raise ValueError(f"token ids must not be negative; got {ids.min()} in documents {self.numbers.tolist()[:8]}")
+            raise ValueError(
+                f"token ids must not be negative; got {ids.min()} in documents {self.numbers.tolist()[:8]}"
+            )
         out["labels"] = self._labels(rows.get("labels", rows["input_ids"]), out.get("labels", out["input_ids"]))
         return out
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from torch.utils.data import Dataset
 
 from ..packing.lengths import Lengths
 from ..samplers.plan import MicroBatch
@@ -24,26 +25,29 @@ from ..samplers.plan import MicroBatch
 Rows = dict[str, list[Any]]
 
 
-class PlannedDataset:
-    """Wraps a map-style dataset for a ``DataLoader`` driven by a ``BalancedBatchSampler``."""
+class PlannedDataset(Dataset):
+    """Wraps a map-style dataset for a ``DataLoader`` driven by a ``BalancedBatchSampler``.
 
-    def __init__(self, dataset: Any) -> None:
+    ``targets`` names a column with each document's number of targets: it belongs to the index, not to the batches.
+    """
+
+    def __init__(self, dataset: Any, *, targets: str | None = None) -> None:
         if not hasattr(dataset, "__getitem__"):
             raise ValueError(
                 f"a map-style dataset with __getitem__ is needed; got {type(dataset).__name__}: materialise a stream first"
             )
-        self.dataset = dataset
+        self.dataset, self.targets = dataset, targets
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def lengths(self, targets: str | None = None) -> Lengths:
+    def lengths(self) -> Lengths:
         """The length index: from Arrow offsets; any other dataset is read once, a document at a time."""
         if hasattr(self.dataset, "data") and hasattr(self.dataset, "column_names"):
-            return Lengths.from_dataset(self.dataset, targets=targets)
-        if targets is not None:
+            return Lengths.from_dataset(self.dataset, targets=self.targets)
+        if self.targets is not None:
             raise ValueError(
-                f"targets={targets!r} names a column of a HF Dataset; this is a {type(self.dataset).__name__}: pass "
+                f"targets={self.targets!r} names a column of a HF Dataset; this is a {type(self.dataset).__name__}: pass "
                 f"lengths=Lengths(tokens=…, targets=…) instead"
             )
         measured = (self.rows([document])["input_ids"][0] for document in range(len(self)))
@@ -56,7 +60,7 @@ class PlannedDataset:
         return "labels" in (self.rows([0]) if names is None else names)
 
     def __getstate__(self) -> dict:
-        return {"dataset": self.dataset}  # Arrow readers are rebuilt in the worker
+        return {"dataset": self.dataset, "targets": self.targets}  # Arrow readers are rebuilt in the worker
 
     def __getitems__(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, Rows]]:
         """torch's batched fetch: each spec with the whole documents of its spans; a filler brings its template."""
@@ -74,7 +78,7 @@ class PlannedDataset:
 
     @cached_property
     def _arrow(self) -> _ArrowReader | None:
-        return _ArrowReader(self.dataset) if _is_plain_arrow(self.dataset) else None
+        return _ArrowReader(self.dataset, self.targets) if _is_plain_arrow(self.dataset) else None
 
     def rows(self, documents: list[int]) -> Rows:
         """Columns of these documents: 1-D arrays (one per document) or one scalar per document."""
@@ -91,7 +95,7 @@ class PlannedDataset:
                     f"every document must have the same columns; document {documents[0]} has {sorted(rows[0])}, "
                     f"document {document} has {sorted(row)}"
                 )
-        return {name: [_value(row[name]) for row in rows] for name in rows[0]}
+        return {name: [_value(row[name]) for row in rows] for name in rows[0] if name != self.targets}
 
 
 def _value(value: Any) -> Any:
@@ -113,10 +117,11 @@ def _is_plain_arrow(dataset: Any) -> bool:
 class _ArrowReader:
     """Slices of the columns of a HF Dataset by document number, over all chunks, without copying."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, targets: str | None) -> None:
         table, indices = dataset.data.table, dataset._indices
         self.indices = None if indices is None else indices.column(0)
-        self.columns = {name: _chunks(name, table.column(name)) for name in dataset.format["columns"]}
+        names = [name for name in dataset.format["columns"] if name != targets]
+        self.columns = {name: _chunks(name, table.column(name)) for name in names}
 
     def rows(self, documents: list[int]) -> Rows:
         if self.indices is not None:

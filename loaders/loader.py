@@ -90,9 +90,9 @@ class BalancedLoader:
         restart_positions: bool = False,
     ) -> None:
         place = coordinates(mesh, dp, cp, rank)
-        self.dataset = PlannedDataset(dataset)
+        self.dataset = PlannedDataset(dataset, targets=targets)
         if lengths is None:
-            lengths = self.dataset.lengths(targets)
+            lengths = self.dataset.lengths()
         elif len(lengths) != len(self.dataset):
             raise ValueError(f"the length index has {len(lengths)} documents, the dataset {len(self.dataset)}")
         count_targets = lengths.targets is not None or not self.dataset.has_labels
@@ -122,7 +122,7 @@ class BalancedLoader:
         self._agreement = Agreement(
             group=group or cpu_group(place, timeout), num_ranks=place.dp * place.cp, every=check_every
         )
-        self._loader = DataLoader(
+        self._loader: DataLoader = DataLoader(
             self.dataset,
             batch_sampler=self.sampler,
             collate_fn=ThdCollator(recipe, restart_positions=restart_positions),
@@ -132,7 +132,7 @@ class BalancedLoader:
             timeout=timeout if num_workers else 0,
             persistent_workers=num_workers > 0,
         )
-        self._state = self.sampler.state(0, 0, 0, 1)
+        self._state = self.sampler.state(0, 0, 0, 1, None)
         self._resumed = self._at_end = False
         self._pump: Pump | None = None
 
@@ -154,7 +154,7 @@ class BalancedLoader:
         """Read this epoch next: from its beginning, or from where a loaded state stands if it is that epoch's."""
         if not (self._resumed and epoch == self.epoch):
             self.sampler.set_epoch(epoch)
-            self._state = self.sampler.state(int(epoch), 0, 0, 1)
+            self._state = self.sampler.state(int(epoch), 0, 0, 1, None)
         self._at_end = False
 
     def __iter__(self) -> Iterator[ThdBatch]:

@@ -33,7 +33,9 @@ def coordinates(mesh: DeviceMesh | None, dp: int | None, cp: int | None, rank: i
             raise ValueError("say where this process stands: give dp= (and cp=, rank=), or mesh=")
         if rank is None:
             if dp * (cp or 1) > 1 and not dist.is_initialized():
-                raise ValueError(f"rank is needed for dp={dp} x cp={cp or 1} where torch.distributed is not initialised")
+                raise ValueError(
+                    f"rank is needed for dp={dp} x cp={cp or 1} where torch.distributed is not initialised"
+                )
             rank = dist.get_rank() if dist.is_initialized() else 0
         return Place(dp=dp, cp=cp or 1, rank=rank)
     if dp is not None or cp is not None or rank is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -114,10 +114,11 @@ class BalancedBatchSampler:
             "shuffle": shuffle,
             "last": last,
             "too_long": too_long,
-            "lengths": f"{xxhash.xxh3_64_hexdigest(np.ascontiguousarray(lengths.tokens))} of {len(lengths)}",
+            "lengths": f"{xxhash.xxh3_64_hexdigest(np.ascontiguousarray(lengths.tokens).data)} of {len(lengths)}",
         }
-        self._config_digest = xxhash.xxh3_64_intdigest(json.dumps(self.config, sort_keys=True))
+        self._config_digest = xxhash.xxh3_64_intdigest(json.dumps(self.config, sort_keys=True).encode())
         self.epoch, self.first_step, self.first_slot = 0, 0, 0
+        self._first_targets: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of this epoch."""
@@ -155,6 +156,8 @@ class BalancedBatchSampler:
             if window is None:
                 return
             plan = self.recipe.solve(window, self.cluster, self.cost)
+            if first_slot and plan.num_targets is None:
+                plan = replace(plan, num_targets=self._first_targets)
             for micro_batch in self._micro_batches(plan, time.perf_counter() - begin)[first_slot:]:
                 yield [micro_batch]
             step, first_slot = step + 1, 0
@@ -181,40 +184,44 @@ class BalancedBatchSampler:
                 digest=plan.digest ^ self._config_digest,
                 planning_seconds=planning_seconds,
                 cost=float(cost[row[slot]]) / cp / 1e9,
-                state=self.state(plan.epoch, plan.step, slot + 1, num_slots),
+                state=self.state(plan.epoch, plan.step, slot + 1, num_slots, plan.num_targets),
             )
             for slot in range(num_slots)
         ]
 
-    def state(self, epoch: int, step: int, slot: int, num_slots: int) -> dict:
-        """The state to resume from once ``slot`` micro-batches of this step are done: global, the same on all ranks."""
+    def state(self, epoch: int, step: int, slot: int, num_slots: int, num_targets: int | None) -> dict:
+        """The state to resume from once ``slot`` micro-batches of this step are done: global, the same on all ranks.
+
+        ``num_targets`` of a step that is under way is part of it: it cannot be counted again from what is left.
+        """
         if slot == num_slots:
-            step, slot = step + 1, 0
-        start = self.admission.start(epoch)
+            step, slot, num_targets = step + 1, 0, None
         return {
             "version": STATE_VERSION,
             "config": self.config,
             "epoch": epoch,
             "step": step,
             "slot": slot,
-            "epoch_start": start,
+            "num_targets": num_targets,
+            "epoch_start": self.admission.start(epoch),
         }
 
     def load_state_dict(self, state: dict) -> None:
         """Continue behind the micro-batch whose ``state()`` this is. Raises ValueError if anything else was planned."""
-        missing = {"version", "config", "epoch", "step", "slot", "epoch_start"} - set(state)
+        missing = sorted({"version", "config", "epoch", "step", "slot", "num_targets", "epoch_start"} - set(state))
         if missing or state["version"] != STATE_VERSION:
             raise ValueError(
                 f"a state of version {STATE_VERSION} is needed; this one has version {state.get('version')!r} and lacks "
-                f"{sorted(missing) or 'nothing'}"
+                f"{', '.join(missing) or 'nothing'}"
             )
-        differs = [key for key in self.config if state["config"].get(key) != self.config[key]]
-        differs += [key for key in state["config"] if key not in self.config]
+        saved = state["config"]
+        differs = [key for key in {**self.config, **saved} if saved.get(key) != self.config.get(key)]
         if differs:
-            told = "; ".join(f"{key}: saved {state['config'].get(key)!r}, now {self.config.get(key)!r}" for key in differs)
+            told = "; ".join(f"{key}: saved {saved.get(key)!r}, now {self.config.get(key)!r}" for key in differs)
             raise ValueError(f"the saved plan was made under another configuration ({told}); set these as they were")
         self.admission.epoch_starts[state["epoch"]] = state["epoch_start"]
         self.epoch, self.first_step, self.first_slot = state["epoch"], state["step"], state["slot"]
+        self._first_targets = state["num_targets"]
 
 
 def _fixed_slots(packs_per_step: int | None, dp: int, slots: int | None) -> int | None:

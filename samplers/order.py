@@ -178,6 +178,7 @@ class Items:
         document[is_piece] = self.piece_document[items[is_piece] - whole]
         start[is_piece] = self.piece_start[items[is_piece] - whole]
         rows = self.lengths.take(document)
+        assert rows.pairs is not None
         end = np.minimum(rows.tokens, self.capacity) if self.too_long == "truncate" else rows.tokens
         stop = np.minimum(start + self.capacity, end)
         tokens = stop - start
@@ -191,7 +192,9 @@ class Items:
 
     def describe(self) -> str:
         """One sentence with the counts: nothing is dropped, cut or changed silently."""
-        text = f"{len(self)} items from {len(self.lengths)} documents ({self.lengths.source}); {self.empty} empty dropped"
+        text = (
+            f"{len(self)} items from {len(self.lengths)} documents ({self.lengths.source}); {self.empty} empty dropped"
+        )
         if self.num_long:
             done = {"drop": "dropped", "truncate": "truncated", "split": "split"}[self.too_long]
             text += f"; {self.num_long} longer than {self.capacity} tokens {done} ({self.lost_tokens} tokens lost)"

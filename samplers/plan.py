@@ -144,7 +144,9 @@ class StepPlan:
         filler = self.packs.spans.document < 0
         assert (self.packs.spans.pairs[filler] == 0).all() and (self.span_cost[filler] == 0).all(), f"{name}: filler"
         if window is not None:
-            assert _pieces(self.packs.spans.take(np.flatnonzero(~filler))) == _pieces(window), f"{name}: lost or doubled"
+            assert _pieces(self.packs.spans.take(np.flatnonzero(~filler))) == _pieces(window), (
+                f"{name}: lost or doubled"
+            )
 
     @property
     def digest(self) -> int:

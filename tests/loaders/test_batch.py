@@ -1,0 +1,83 @@
+"""ThdBatch as a mapping, its loss scale, and what it hands to HF."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from equipoise import BalancedLoader, ThdBatch, recipe
+
+
+def batches(**options) -> list[ThdBatch]:
+    rows = [
+        {"input_ids": np.arange(n) + 1, "labels": np.where(np.arange(n) % 3, np.arange(n), -100)} for n in (5, 9, 4, 7)
+    ]
+    defaults = {"max_tokens_per_rank": 10, "dp": 1, "documents_per_step": 4}
+    return list(BalancedLoader(rows, recipe("static", attend="none"), **{**defaults, **options}))
+
+
+def test_it_is_a_read_only_mapping_with_attributes() -> None:
+    batch = batches()[0]
+    assert batch["input_ids"] is batch.input_ids and len(batch) == len(list(batch))
+    with pytest.raises(AttributeError, match="no entry 'inputs'; it has input_ids"):
+        batch.inputs  # noqa: B018
+    with pytest.raises(TypeError):
+        batch["input_ids"] = 1  # type: ignore[index]
+    for twin in (pickle.loads(pickle.dumps(batch)), copy.copy(batch)):
+        assert torch.equal(twin.input_ids, batch.input_ids) and twin.state() == batch.state()
+
+
+def test_rebuilding_entry_by_entry_gives_a_batch_again() -> None:
+    """torch's pin_memory and accelerate's send_to_device rebuild a mapping as ``type(data)({…})``."""
+    batch = batches()[0]
+    rebuilt = type(batch)({name: value for name, value in batch.items()})  # noqa: C416
+    assert isinstance(rebuilt, ThdBatch) and rebuilt.to("cpu").num_slots == batch.num_slots
+
+
+def test_to_moves_every_tensor() -> None:
+    moved = batches()[0].to("meta")
+    assert {value.device.type for value in moved.values() if isinstance(value, torch.Tensor)} == {"meta"}
+
+
+def test_loss_scale_is_the_steps_denominator() -> None:
+    step = batches()
+    total = sum(batch.num_targets for batch in step)
+    assert {batch.num_targets_step for batch in step} == {total}
+    assert step[0].loss_scale() == 1 / total
+    assert step[0].loss_scale("mean", world=4) == 4 / total and step[0].loss_scale("sum", world=4) == 1 / total
+    assert [batch.is_last_slot for batch in step] == [False] * (len(step) - 1) + [True]
+    with pytest.raises(ValueError, match="reduction must be 'mean'"):
+        step[0].loss_scale("max")
+    with pytest.raises(ValueError, match="target count is not known"):
+        step[0].replace(num_targets_step=None).loss_scale()
+
+
+def test_a_step_without_targets_scales_to_zero_not_nan() -> None:
+    rows = [{"input_ids": np.arange(4), "labels": np.full(4, -100)}]
+    (batch,) = BalancedLoader(rows, recipe("static", attend="none"), max_tokens_per_rank=8, dp=1, documents_per_step=1)
+    assert batch.num_targets_step == 0 and batch.loss_scale() == 0.0
+    assert batch.to_hf()["num_items_in_batch"] == float("inf")
+
+
+def test_hf_arguments_have_a_batch_dimension_and_labels_that_nothing_shifts_again() -> None:
+    batch = batches()[0]
+    arguments = batch.to_hf()
+    assert arguments["input_ids"].shape == arguments["position_ids"].shape == (1, batch.input_ids.numel())
+    assert arguments["shift_labels"] is arguments["labels"] and arguments["use_cache"] is False
+    assert "attention_mask" not in arguments and "plan" not in arguments
+    assert arguments["cu_seq_lens_q"] is batch.cu_seqlens and arguments["max_length_q"] == batch.max_seqlen
+    assert batch.replace(plan="a plan").to_hf()["plan"] == "a plan"
+
+
+def test_sums_of_lengths_leave_fillers_out() -> None:
+    rows = [np.arange(n) for n in (5, 3)]
+    loader = BalancedLoader(
+        rows, recipe("static", attend="none"), max_tokens_per_rank=8, dp=1, documents_per_step=2, slots=3
+    )
+    held = list(loader)
+    assert sum(batch.sum_len for batch in held) == 8 and sum(batch.sum_len_sq for batch in held) == 34
+    fillers = [batch for batch in held if batch.documents.tolist() == [-1]]
+    assert len(fillers) == 1 and fillers[0].labels.tolist() == [-100]

@@ -1,0 +1,203 @@
+"""The THD layout against a brute-force one: tokens, shifted labels, positions, extra columns, cut alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from equipoise import BalancedLoader, ThdBatch, ThdCollator, recipe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.strategies import document_lengths
+
+MIXES = [
+    {"pack": "best_fit", "shard": "zigzag"},
+    {"pack": "concat", "shard": "zigzag_sequence"},
+    {"pack": "wlb", "shard": "contiguous"},
+]
+
+
+def corpus(lengths: list[int], labels: bool) -> tuple[list[dict], Dataset | None]:
+    rng = np.random.default_rng(len(lengths))
+    rows = []
+    for document, tokens in enumerate(lengths):
+        ids = rng.integers(0, 1000, tokens).astype(np.int32)
+        row = {"input_ids": ids, "weight": ids / 7, "id": document, "name": f"d{document}"}
+        if labels:
+            row["labels"] = np.where(rng.random(tokens) < 0.4, -100, ids)
+        rows.append(row)
+    return rows, None
+
+
+def expected(rows: list[dict], batch: ThdBatch, cut: int) -> dict[str, list]:
+    """Per token of the pack: what a loop over documents lays out. ``cut``: documents end there (0: nowhere)."""
+    out: dict[str, list] = {"input_ids": [], "labels": [], "position_ids": [], "doc_ids": [], "weight": []}
+    sizes = np.diff(batch.cu_seqlens.numpy())
+    for at, (document, start, size) in enumerate(
+        zip(batch.documents.tolist(), batch.starts.tolist(), sizes, strict=True)
+    ):
+        if document < 0:
+            out["input_ids"] += [0] * size
+            out["labels"] += [-100] * size
+            out["weight"] += [0.0] * size
+        else:
+            row = rows[document]
+            source = row.get("labels", row["input_ids"])
+            end = min(len(source), cut or len(source))
+            shifted = [*source[1:end], -100]
+            out["input_ids"] += row["input_ids"][start : start + size].tolist()
+            out["labels"] += [int(label) for label in shifted[start : start + size]]
+            out["weight"] += row["weight"][start : start + size].tolist()
+        out["position_ids"] += list(range(start, start + size))
+        out["doc_ids"] += [at] * size
+    return out
+
+
+@given(
+    lengths=document_lengths(max_size=25),
+    labels=st.booleans(),
+    arrow=st.booleans(),
+    mix=st.sampled_from(MIXES),
+    cp=st.integers(1, 5),
+    policy=st.sampled_from(["split", "truncate"]),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_rank_holds_its_share_of_the_brute_force_layout(
+    lengths: list[int], labels: bool, arrow: bool, mix: dict, cp: int, policy: str
+) -> None:
+    if not any(lengths):
+        return
+    rows, _ = corpus(lengths, labels)
+    dataset = Dataset.from_list(rows) if arrow else rows
+    cap = 24
+    loaders = [
+        BalancedLoader(
+            dataset,
+            recipe("static", attend="none", **mix),
+            max_tokens_per_rank=cap,
+            dp=1,
+            cp=cp,
+            rank=rank,
+            documents_per_step=9,
+            too_long=policy,
+            group=FakeGroup() if labels and cp > 1 else None,
+        )
+        for rank in range(cp)
+    ]
+    columns = [iter_specs(loader) for loader in loaders]
+    for group in zip(*columns, strict=True):
+        pack: dict[str, dict[int, object]] = {}
+        for batch in group:
+            least = min(1, int(batch.cu_seqlens[-1]) // cp)  # a pack shorter than its CP group leaves ranks bare
+            assert least <= batch.input_ids.numel() <= cap
+            assert batch.cu_seqlens.dtype == torch.int32 and (batch.cu_seqlens.diff() > 0).all()
+            assert batch.max_seqlen == int(batch.cu_seqlens.diff().max())
+            for name in ("input_ids", "labels", "position_ids", "doc_ids", "weight"):
+                positions = batch.shard_index.tolist()
+                pack.setdefault(name, {}).update(zip(positions, batch[name].tolist(), strict=True))
+        layout = expected(rows, group[0], cap * cp if policy == "truncate" else 0)
+        for name, values in layout.items():
+            assert sorted(pack[name]) == list(range(len(values))), name
+            assert [pack[name][at] for at in range(len(values))] == values, name
+        assert sum(batch.num_targets for batch in group) == sum(label != -100 for label in layout["labels"])
+        real = [d for d in group[0].documents.tolist() if d >= 0]
+        if real == group[0].documents.tolist():
+            assert group[0]["id"].tolist() == real
+            assert group[0]["name"] == [f"d{d}" for d in real]
+
+
+class FakeGroup:
+    """Stands for a process group that is never used: collation alone is under test."""
+
+
+def iter_specs(loader: BalancedLoader) -> list[ThdBatch]:
+    collate = ThdCollator(loader.sampler.recipe)
+    return [collate(loader.dataset.__getitems__(specs)) for specs in loader.sampler]
+
+
+def one(dataset: object, **options) -> ThdBatch:
+    defaults = {"max_tokens_per_rank": 64, "dp": 1, "documents_per_step": 8}
+    loader = BalancedLoader(dataset, recipe("static", attend="none"), **{**defaults, **options})
+    return next(iter(loader))
+
+
+def test_masks_are_shifted_per_document() -> None:
+    """Masks A [0,1,1,1], B [1,0,1]: a flat shift would give A's last the mask of B's first."""
+    rows = [
+        {"input_ids": np.array([1, 2, 3, 4]), "labels": np.array([-100, 2, 3, 4])},
+        {"input_ids": np.array([5, 6, 7]), "labels": np.array([5, -100, 7])},
+    ]
+    batch = one(rows, shuffle=False)
+    assert batch.labels.tolist() == [2, 3, 4, -100, -100, 7, -100]
+
+
+def test_a_one_token_document_has_no_target_and_a_cut_keeps_its_label() -> None:
+    assert one([[7]]).labels.tolist() == [-100]
+    loader = BalancedLoader(
+        [list(range(10, 20))],
+        recipe("static", attend="none"),
+        max_tokens_per_rank=6,
+        dp=1,
+        documents_per_step=2,
+        too_long="split",
+    )
+    labels = {batch.starts.item(): batch.labels.tolist() for batch in loader}
+    assert labels == {0: [11, 12, 13, 14, 15, 16], 6: [17, 18, 19, -100]}
+
+
+def test_positions_continue_or_restart() -> None:
+    """One document of 15 cut at 11: the second piece counts on from 11, or from 0 by an explicit option."""
+    options = {"max_tokens_per_rank": 11, "too_long": "split", "shuffle": False, "slots": None}
+
+    def second(**more) -> list[int]:
+        loader = BalancedLoader(
+            [list(range(15))], recipe("static", attend="none"), dp=1, documents_per_step=2, **options, **more
+        )
+        return next(b.position_ids.tolist() for b in loader if b.starts.tolist() == [11])
+
+    assert second() == [11, 12, 13, 14]
+    assert second(restart_positions=True) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"tokens": np.arange(3)}], "column named 'input_ids'; the dataset has tokens"),
+        ([{"input_ids": np.arange(3.0)}], "token ids must be integers; .* float64"),
+        ([{"input_ids": np.array([1, -2])}], "must not be negative; got -2"),
+        ([{"input_ids": np.zeros((2, 2), int)}], "must be a 1-D array of ids; got shape"),
+        (
+            [{"input_ids": np.arange(3), "mask": np.arange(4)}],
+            "column 'mask' must hold one value per token .*shape \\(4,\\) beside 3",
+        ),
+        ([{"input_ids": np.arange(3), "slot": 1}], "column 'slot' has the name of an entry"),
+        ([{"input_ids": np.arange(3)}, {"input_ids": np.arange(3), "x": 1}], "same columns"),
+        (
+            [{"input_ids": np.arange(3), "x": 1}, {"input_ids": np.arange(3), "x": np.arange(3)}],
+            "arrays for some documents",
+        ),
+    ],
+)
+def test_odd_rows_are_refused(rows: list[dict], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        one(rows, lengths=None if "input_ids" in rows[0] and rows[0]["input_ids"].ndim == 1 else index(3))
+
+
+def index(tokens: int):
+    from equipoise import Lengths
+
+    return Lengths.from_array(np.array([tokens]))
+
+
+def test_a_stale_length_index_is_refused() -> None:
+    with pytest.raises(ValueError, match="document 0 has 3 tokens, but the plan uses tokens 0 to 5"):
+        one([[1, 2, 3]], lengths=index(5))
+    with pytest.raises(ValueError, match="has 1 documents, the dataset 2"):
+        one([[1, 2, 3], [4]], lengths=index(3))
+
+
+def test_unplanned_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="one planned micro-batch"):
+        ThdCollator(recipe("static"))([{"input_ids": [1]}, {"input_ids": [2]}])

@@ -1,0 +1,57 @@
+"""What property tests draw: length mixes with a tail, duplicates, giants; clusters of any size; every recipe."""
+
+from __future__ import annotations
+
+import numpy as np
+from equipoise import recipe
+from hypothesis import strategies as st
+
+RECIPES = [
+    recipe("static"),
+    recipe("static", pack="concat"),
+    recipe("wlb"),
+    recipe("vrsp"),
+    recipe("wlb", place="vrsp", shard="zigzag_sequence"),
+    recipe("static", pack="concat", place="vrsp", shard="contiguous"),
+]
+
+
+def cost(pairs: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Seconds that make documents of some dozen tokens quadratic."""
+    return 2e-6 * pairs + 2e-5 * tokens
+
+
+@st.composite
+def document_lengths(draw: st.DrawFn, max_size: int = 60, empty: bool = True) -> list[int]:
+    """1 … max_size lengths: a long tail, all equal, or one giant among tiny ones."""
+    least = 0 if empty else 1
+    kind = draw(st.sampled_from(["tail", "equal", "giant"]))
+    count = draw(st.integers(1, max_size))
+    if kind == "equal":
+        return [draw(st.integers(1, 40))] * count
+    lengths = draw(st.lists(st.integers(least, 30), min_size=count, max_size=count))
+    for at in draw(st.lists(st.integers(0, count - 1), max_size=4 if kind == "tail" else 1)):
+        lengths[at] = draw(st.integers(1, 400))
+    return lengths
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> dict:
+    """dp, cp, cap and sync of a sampler."""
+    return {
+        "dp": draw(st.integers(1, 12)),
+        "cp": draw(st.integers(1, 8)),
+        "max_tokens_per_rank": draw(st.integers(1, 64)),
+        "sync": draw(st.sampled_from(["step", "slot"])),
+    }
+
+
+@st.composite
+def step_sizes(draw: st.DrawFn, dp: int, longest: int) -> dict:
+    """One of the three ways to say how large a step is."""
+    kind = draw(st.sampled_from(["documents_per_step", "tokens_per_step", "packs_per_step"]))
+    if kind == "documents_per_step":
+        return {kind: draw(st.integers(1, 40))}
+    if kind == "tokens_per_step":
+        return {kind: longest + draw(st.integers(0, 400))}
+    return {kind: dp * draw(st.integers(1, 4))}
