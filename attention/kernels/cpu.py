@@ -1,0 +1,211 @@
+"""CPU backend: aten's flash attention for CPU, a few batched calls for many small tiles.
+
+The op's traps decide the shape of this file. It is causal from the top left, so bands are cut into full rectangles and
+causal squares (bands.squares), which is faster than a mask too; flipped squares are read backwards. It dies on empty
+tiles and gives lse 0 to rows without keys, so neither ever reaches it. It is silently wrong if the last dim is not
+contiguous. Its bf16 backward is slow below 256 rows, so small tiles go through fp32.
+
+Padding in a batch repeats a piece's last row. A padded query sees what that row sees, with dO = 0, so its P is finite
+and its gradients are 0; a padded key is seen by padded queries only (squares) or masked (rectangles).
+"""
+
+# T query rows, S key rows, H query heads, K key heads, D head dim; B pieces in a call, padded to L queries and M keys.
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..bands import FLIPPED, FULL, Int64, squares
+from .contract import Rows, add_, merge_, rows_of, sum_dtype, take
+from .grouping import batches
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+SLOW_BACKWARD = 256
+"""bf16 backward of shorter tiles is several times faster through fp32."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Side:
+    """The rows of a call on one side (queries or keys): where they are read and where their results go."""
+
+    length: int
+    """Rows of a piece, padding counted."""
+    source: Rows
+    """Rows of the buffer, B · length, with repetitions where padded."""
+    target: Rows
+    """The same rows among the touched ones."""
+    real: Tensor | None
+    """Which of the B · length are no padding; None: all."""
+    pads: Tensor | None
+    """Which are padding."""
+
+    def read(self, x: Tensor) -> Tensor:
+        """[rows, heads, D] → [B, heads, length, D], a view where rows lie side by side."""
+        return take(x, self.source).unflatten(0, (-1, self.length)).transpose(1, 2)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """One batched call of the op."""
+
+    causal: bool
+    q: Side
+    k: Side
+    mask: Tensor | None
+    """[B, 1, 1, M] fp32, -inf on padded keys; None: no padded key is visible."""
+    first: bool
+    """Whether no earlier call touches its query rows."""
+    q_real: Rows
+    """The touched rows among q's, padding left out."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CpuHandle:
+    calls: list[Call]
+    q_rows: Rows
+    k_rows: Rows
+    num_q: int
+    """Touched query rows."""
+    num_k: int
+    whole: bool
+    """Whether the one call's results are the handle's results as they are."""
+    q_once: bool
+    """Whether no query row is in two calls."""
+
+
+def prepare(tiles: Int64, num_q: int, num_k: int, device: torch.device) -> CpuHandle:
+    """Cut tiles (int64[m, 6] of addresses) into pieces, group them into calls, make their index tensors."""
+    pieces = squares(tiles)
+    q_touched, q_place = _touched(pieces[:, 0], pieces[:, 1], num_q)
+    k_touched, k_place = _touched(pieces[:, 2], pieces[:, 3], num_k)
+    calls, seen = [], np.zeros(num_q, bool)
+    for group in batches(pieces, num_q):
+        p = pieces[group]
+        flipped = p[:, 4] == FLIPPED
+        q, q_source = _side(p[:, 0], p[:, 1], flipped, q_place, device)
+        k, _ = _side(p[:, 2], p[:, 3], flipped, k_place, device)
+        causal = bool(p[0, 4] != FULL)
+        real = q_source if q.real is None else q_source[q.real.numpy()]
+        calls.append(
+            Call(
+                causal=causal,
+                q=q,
+                k=k,
+                mask=None if causal or k.real is None else _key_mask(p[:, 3] - p[:, 2], k.length),
+                first=not seen[real].any(),
+                q_real=q.target if q.real is None else rows_of(q_place[real], device),
+            )
+        )
+        seen[real] = True
+    return CpuHandle(
+        calls=calls,
+        q_rows=rows_of(q_touched, device),
+        k_rows=rows_of(k_touched, device),
+        num_q=len(q_touched),
+        num_k=len(k_touched),
+        whole=len(calls) == 1 and all(isinstance(side.source, slice) for side in (calls[0].q, calls[0].k)),
+        q_once=all(call.first for call in calls),
+    )
+
+
+def forward(handle: CpuHandle, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """→ out [t, H, D], lse [H, t] of handle.q_rows."""
+    dtype = q_THD.dtype
+    if not handle.whole:
+        out = q_THD.new_zeros((handle.num_q, *q_THD.shape[1:]), dtype=dtype if handle.q_once else sum_dtype(dtype))
+        lse_TH = q_THD.new_full((handle.num_q, q_THD.shape[1]), -torch.inf, dtype=sum_dtype(dtype))
+    for call in handle.calls:
+        mask = None if call.mask is None else call.mask.to(dtype)
+        part, part_lse = _forward(
+            call.q.read(q_THD), call.k.read(k_SKD), call.k.read(v_SKD), 0.0, call.causal, attn_mask=mask, scale=scale
+        )
+        part, part_lse = part.transpose(1, 2).flatten(0, 1), part_lse.transpose(1, 2).flatten(0, 1)
+        if handle.whole:
+            return part, part_lse.transpose(0, 1)
+        if call.q.real is not None:
+            part, part_lse = part.index_select(0, call.q.real), part_lse.index_select(0, call.q.real)
+        if call.first:
+            add_(out, call.q_real, part)
+            _set(lse_TH, call.q_real, part_lse)
+        else:
+            merge_(out, lse_TH, call.q_real, part, part_lse)
+    return out, lse_TH.transpose(0, 1)
+
+
+def backward(
+    handle: CpuHandle,
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """→ dq [t, H, D] of handle.q_rows, dk and dv [s, K, D] of handle.k_rows."""
+    dtype = sum_dtype(q_THD.dtype)
+    if not handle.whole:
+        dq = q_THD.new_zeros((handle.num_q, *q_THD.shape[1:]), dtype=dtype)
+        dk, dv = (k_SKD.new_zeros((handle.num_k, *k_SKD.shape[1:]), dtype=dtype) for _ in range(2))
+    for call in handle.calls:
+        operands = [call.q.read(dout_THD), call.q.read(q_THD), call.k.read(k_SKD), call.k.read(v_SKD)]
+        operands.append(call.q.read(out_THD))
+        if max(call.q.length, call.k.length) < SLOW_BACKWARD:
+            operands = [x.to(dtype) for x in operands]
+        if call.q.pads is not None:
+            # Padded rows repeat, so they were gathered: this writes into a copy.
+            operands[0].transpose(1, 2).flatten(0, 1).index_fill_(0, call.q.pads, 0.0)
+        lse = take(lse_HT.transpose(0, 1), call.q.source).unflatten(0, (-1, call.q.length)).transpose(1, 2)
+        mask = None if call.mask is None else call.mask.to(operands[0].dtype)
+        grads = _backward(*operands, lse, 0.0, call.causal, attn_mask=mask, scale=scale)
+        dq_part, dk_part, dv_part = (g.transpose(1, 2).flatten(0, 1) for g in grads)
+        if handle.whole:
+            return dq_part, dk_part, dv_part
+        add_(dq, call.q.target, dq_part)
+        add_(dk, call.k.target, dk_part)
+        add_(dv, call.k.target, dv_part)
+    return dq, dk, dv
+
+
+def _touched(start: Int64, stop: Int64, rows: int) -> tuple[Int64, Int64]:
+    """Rows that any interval touches, and where each row stands among them."""
+    edges = np.zeros(rows + 1, np.int64)
+    np.add.at(edges, start, 1)
+    np.add.at(edges, stop, -1)
+    touched = np.cumsum(edges[:-1]) > 0
+    return np.flatnonzero(touched), np.cumsum(touched) - 1
+
+
+def _side(start: Int64, stop: Int64, flipped: np.ndarray, place: Int64, device: torch.device) -> tuple[Side, Int64]:
+    """One side of a call over the intervals, and its rows as a numpy index."""
+    lengths = stop - start
+    length = int(lengths.max())
+    step = np.minimum(np.arange(length), lengths[:, None] - 1)
+    index = np.where(flipped[:, None], stop[:, None] - 1 - step, start[:, None] + step).ravel()
+    padding = (np.arange(length) >= lengths[:, None]).ravel()
+    padded = bool(padding.any())
+    side = Side(
+        length=length,
+        source=rows_of(index, device),
+        target=rows_of(place[index], device),
+        real=torch.from_numpy(np.flatnonzero(~padding)) if padded else None,
+        pads=torch.from_numpy(np.flatnonzero(padding)) if padded else None,
+    )
+    return side, index
+
+
+def _key_mask(lengths: Int64, length: int) -> Tensor:
+    hidden = torch.from_numpy(np.arange(length) >= lengths[:, None])
+    return torch.zeros(len(lengths), 1, 1, length).masked_fill_(hidden[:, None, None], -torch.inf)
+
+
+def _set(lse_TH: Tensor, rows: Rows, part: Tensor) -> None:
+    if isinstance(rows, slice):
+        lse_TH[rows] = part
+    else:
+        lse_TH.index_copy_(0, rows, part)

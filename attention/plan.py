@@ -1,0 +1,174 @@
+"""AttentionPlan: which rank computes which part of attention, and what moves when (the fourth decision, as data).
+
+A plan spans a *domain*: ranks that hold one pack (later: several) between them. Everything is stated in positions of
+the pack, in five int64 arrays:
+
+- `home`: the rows each rank holds, in the order it holds them;
+- `tiles`: (rank, stage, q0, q1, k0, k1, lo, hi), the pairs a rank computes in a stage (bands.py says what lo, hi are);
+- `moves`: (stage, kind, src, dst, start, stop), KV rows that are there before that stage's tiles; the sender holds them
+  at home or received them in an earlier stage, which is what a ring does;
+- `returns`: the same columns, rows whose dK and dV go from their user `src` to their home `dst` after that stage.
+
+Planners write them, the executor obeys. Moves and returns are always those of all ranks, since whether a stage
+communicates at all must be known alike everywhere; tiles may be one rank's only (`rank`), since those of a large group
+are many. `check()` proves a plan on paper: each pair of the mask once, each row in time, each gradient home once.
+
+    >>> from equipoise.packing.shards import zigzag
+    >>> from equipoise.attention.ring import ring_plan
+    >>> plan = ring_plan(zigzag([0, 8, 12], 2), ranks=(0, 1))
+    >>> plan.check([0, 8, 12])
+    >>> print(plan)
+    AttentionPlan over 2 ranks, 12 tokens, 2 stages: pairs 23/23 (max/mean 1.000), KV rows received 6/3, returned 6/3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import bands, proof
+
+Int64 = npt.NDArray[np.int64]
+
+KV = 0
+"""The kind of a move: keys and values. (Moved queries are a later kind.)"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionPlan:
+    """See the module. Ranks inside the arrays are indices into `ranks`: 0 … len(ranks)-1."""
+
+    ranks: tuple[int, ...]
+    """Rank numbers of the domain in the whole run, in the order of its process group."""
+    tokens: int
+    """Length of the pack."""
+    home_offsets: Int64
+    """int64[P+1], CSR: rank → rows of `home`."""
+    home: Int64
+    """int64[n, 2], (start, stop)."""
+    tiles: Int64
+    """int64[m, 8]."""
+    moves: Int64
+    """int64[n, 6]."""
+    returns: Int64
+    """int64[n, 6]."""
+    rank: int | None = None
+    """Index of the only rank whose tiles are here; None: those of all."""
+    cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    """What executors prepared from the plan (device tensors, kernel handles): left behind when the plan is pickled."""
+
+    def __post_init__(self) -> None:
+        for name, width in (("home", 2), ("tiles", 8), ("moves", 6), ("returns", 6)):
+            array = np.ascontiguousarray(getattr(self, name), dtype=np.int64)
+            if array.ndim != 2 or array.shape[1] != width:
+                raise ValueError(f"AttentionPlan.{name} must be int64[n, {width}]; got shape {array.shape}.")
+            object.__setattr__(self, name, array)
+        object.__setattr__(self, "home_offsets", np.asarray(self.home_offsets, dtype=np.int64))
+        if len(self.home_offsets) != len(self.ranks) + 1:
+            raise ValueError(f"home_offsets must have {len(self.ranks) + 1} entries; got {len(self.home_offsets)}.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "cache": {}}
+
+    @property
+    def stages(self) -> int:
+        """Number of stages, at least 1."""
+        columns = (self.tiles[:, 1], self.moves[:, 0], self.returns[:, 0])
+        return 1 + max((int(column.max()) for column in columns if len(column)), default=0)
+
+    def home_of(self, rank: int) -> Int64:
+        """(start, stop) of what `rank` holds, in the order it holds them, int64[n, 2]."""
+        return self.home[self.home_offsets[rank] : self.home_offsets[rank + 1]]
+
+    def local_tokens(self) -> Int64:
+        """Tokens each rank holds, int64[P]."""
+        ends = np.concatenate([[0], np.cumsum(self.home[:, 1] - self.home[:, 0])])
+        return np.diff(ends[self.home_offsets])
+
+    def check(self, cu_seqlens: npt.ArrayLike) -> None:
+        """Prove the plan for causal attention within each document of `cu_seqlens`, or raise ValueError saying where it fails.
+
+        cu_seqlens: int[k+1], document boundaries from 0 to `tokens`. With `rank` given, the queries of that rank are
+        checked, the tiles of the others being elsewhere. Takes time and memory of ranks x tokens: for tests.
+        """
+        cu = np.asarray(cu_seqlens, dtype=np.int64)
+        if cu.ndim != 1 or len(cu) == 0 or cu[0] != 0 or cu[-1] != self.tokens or np.any(np.diff(cu) < 0):
+            raise ValueError(f"cu_seqlens must rise from 0 to the plan's {self.tokens} tokens; got {cu}.")
+        owner = proof.owners(self.home_offsets, self.home, self.tokens)
+        arrival = proof.arrivals(owner, self.moves, len(self.ranks))
+        computing = range(len(self.ranks)) if self.rank is None else [self.rank]
+        proof.tiles_are_fed(self.tiles, owner, arrival, computing)
+        proof.pairs_once(self.tiles, owner, cu, computing)
+        proof.gradients_return(self.tiles, self.returns, owner, arrival, computing)
+
+    def loads(self, bytes_per_row: int = 1) -> Loads:
+        """What every rank computes, sends and receives. bytes_per_row: those of one token's K and V, 2 · h_kv · itemsize.
+
+        With `rank` given, pairs of other ranks are not known here and count as 0.
+        """
+        P = len(self.ranks)
+        pairs = np.zeros(P, np.int64)
+        np.add.at(pairs, self.tiles[:, 0], bands.pairs(self.tiles[:, 2:]))
+        counts = []
+        for routes in (self.moves, self.returns):
+            for column in (2, 3):
+                rows = np.zeros(P, np.int64)
+                np.add.at(rows, routes[:, column], routes[:, 5] - routes[:, 4])
+                counts.append(rows)
+        return Loads(
+            pairs=pairs,
+            rows_sent=counts[0],
+            rows_received=counts[1],
+            rows_returned=counts[2],
+            rows_reduced=counts[3],
+            bytes_per_row=bytes_per_row,
+        )
+
+    def describe(self) -> str:
+        """One line: size, pairs per rank and their evenness, KV rows per rank (at most eight ranks are listed)."""
+        loads = self.loads()
+        own = slice(None) if self.rank is None else slice(self.rank, self.rank + 1)
+        even = f" (max/mean {_evenness(loads.pairs):.3f})" if self.rank is None else f" (rank {self.rank} alone)"
+        return (
+            f"AttentionPlan over {len(self.ranks)} ranks, {self.tokens} tokens, {self.stages} stages: "
+            f"pairs {_listed(loads.pairs[own])}{even}, "
+            f"KV rows received {_listed(loads.rows_received)}, returned {_listed(loads.rows_returned)}"
+        )
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Loads:
+    """Work and traffic of each rank of a plan, int64[P] each, for one layer."""
+
+    pairs: Int64
+    """(query, key) pairs computed."""
+    rows_sent: Int64
+    """KV rows sent in forward (and again in backward unless they are kept)."""
+    rows_received: Int64
+    rows_returned: Int64
+    """dK, dV rows sent home in backward."""
+    rows_reduced: Int64
+    """dK, dV rows received at home."""
+    bytes_per_row: int = 1
+
+    @property
+    def bytes_sent(self) -> Int64:
+        return self.rows_sent * self.bytes_per_row
+
+    @property
+    def bytes_received(self) -> Int64:
+        return self.rows_received * self.bytes_per_row
+
+
+def _evenness(values: Int64) -> float:
+    return float(values.max() * len(values) / max(int(values.sum()), 1))
+
+
+def _listed(values: Int64) -> str:
+    return "/".join(map(str, values[:8].tolist())) + ("/…" if len(values) > 8 else "")

@@ -1,0 +1,189 @@
+"""What `AttentionPlan.check` proves, one function a promise. No torch.
+
+All of it is done row by row, in numba, with one entry per rank and position: the point is to be obviously right, not to
+be small. A failure is a ValueError that names rank, stage and position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from .bands import trimmed
+
+Int64 = npt.NDArray[np.int64]
+
+NEVER = np.int64(1 << 40)
+"""The arrival stage of a row that never arrives."""
+
+
+def owners(home_offsets: Int64, home: Int64, tokens: int) -> Int64:
+    """The rank that holds each position, int64[tokens]; every position is held once."""
+    owner = np.full(tokens, -1, np.int64)
+    ranks = np.repeat(np.arange(len(home_offsets) - 1), np.diff(home_offsets))
+    for rank, (start, stop) in zip(ranks, home, strict=True):
+        if not 0 <= start < stop <= tokens:
+            raise ValueError(f"Rank {rank} holds [{start}, {stop}), which is no range of the {tokens} tokens.")
+        if np.any(owner[start:stop] >= 0):
+            raise ValueError(f"Rank {rank} holds [{start}, {stop}), parts of which another rank or entry holds too.")
+        owner[start:stop] = rank
+    if np.any(owner < 0):
+        raise ValueError(f"Position {int(np.argmax(owner < 0))} is held by no rank.")
+    return owner
+
+
+def arrivals(owner: Int64, moves: Int64, ranks: int) -> Int64:
+    """The stage from which each rank has each row, int64[ranks, tokens]: 0 at home, NEVER if it never arrives.
+
+    A sender must have a row before the stage it sends it in, and no rank is sent a row it has.
+    """
+    arrival = np.full((ranks, len(owner)), NEVER, np.int64)
+    arrival[owner, np.arange(len(owner))] = 0
+    _in_range(moves, ranks, len(owner), "move")
+    if len(moves) and moves[:, 0].min() < 1:
+        raise ValueError("A move arrives in stage 1 or later: stage 0 computes on what is at home.")
+    ordered = moves[np.argsort(moves[:, 0], kind="stable")]
+    bad, position = _arrive(ordered, arrival)
+    if bad >= 0:
+        stage, _, src, dst, start, stop = ordered[bad]
+        late = arrival[src, position] >= stage
+        reason = f"rank {src} does not have row {position} before" if late else f"rank {dst} has row {position} already"
+        raise ValueError(f"Stage {stage}, move of [{start}, {stop}) from rank {src} to rank {dst}: {reason}.")
+    return arrival
+
+
+def tiles_are_fed(tiles: Int64, owner: Int64, arrival: Int64, computing: Iterable[int]) -> None:
+    """Every tile is computed by a rank that holds its queries at home and has its keys by its stage."""
+    if len(tiles) == 0:
+        return
+    if not set(np.unique(tiles[:, 0]).tolist()) <= set(computing):
+        raise ValueError(f"Tiles of ranks {np.unique(tiles[:, 0])}, but those of {list(computing)} only are expected.")
+    low, high = tiles[:, [1, 2, 4]].min(), tiles[:, [3, 5]].max()
+    if low < 0 or high > len(owner):
+        raise ValueError(f"Tiles reach from {low} to {high}, outside of the {len(owner)} tokens.")
+    bad, position, is_query = _fed(tiles, owner, arrival)
+    if bad >= 0:
+        rank, stage, q0, q1, k0, k1 = tiles[bad, :6]
+        what = f"query {position} is not at home there" if is_query else f"key {position} has not arrived"
+        raise ValueError(f"Stage {stage}, rank {rank}, tile [{q0}, {q1}) x [{k0}, {k1}): {what}.")
+
+
+def pairs_once(tiles: Int64, owner: Int64, cu_seqlens: Int64, computing: Iterable[int]) -> None:
+    """Each query of the computing ranks meets each key of its document up to itself once, and no other."""
+    first = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
+    wanted = np.isin(owner, np.fromiter(computing, np.int64))
+    query, key, times = _rows_once(np.ascontiguousarray(tiles), first, wanted)
+    if query >= 0:
+        what = "computed more than once" if times > 1 else "never computed" if times == 0 else "outside of the mask"
+        raise ValueError(f"Pair (query {query}, key {key}) on rank {owner[query]} is {what}.")
+
+
+def gradients_return(tiles: Int64, returns: Int64, owner: Int64, arrival: Int64, computing: Iterable[int]) -> None:
+    """Each row that a rank attends to and does not hold sends its gradient home once, after its last use."""
+    _in_range(returns, len(arrival), len(owner), "return")
+    used = np.full(arrival.shape, -1, np.int64)
+    _last_use(tiles, used)
+    used[owner, np.arange(len(owner))] = -1
+    back = np.full(arrival.shape, -1, np.int64)
+    for stage, _, src, dst, start, stop in returns:
+        if np.any(owner[start:stop] != dst):
+            raise ValueError(f"Stage {stage}: [{start}, {stop}) returns to rank {dst}, which is not its home.")
+        if np.any(back[src, start:stop] >= 0) or np.any(arrival[src, start:stop] > stage):
+            raise ValueError(f"Stage {stage}: rank {src} returns [{start}, {stop}) twice, or before it arrived.")
+        back[src, start:stop] = stage
+    for rank in computing:
+        wrong = (used[rank] >= 0) != (back[rank] >= 0)
+        wrong |= back[rank] < used[rank]
+        if np.any(wrong):
+            row = int(np.argmax(wrong))
+            raise ValueError(
+                f"Rank {rank} uses row {row} last in stage {used[rank, row]} and returns its gradient in stage "
+                f"{back[rank, row]} (-1: never)."
+            )
+
+
+def _in_range(routes: Int64, ranks: int, tokens: int, name: str) -> None:
+    if len(routes) == 0:
+        return
+    stage, _, src, dst, start, stop = routes.T
+    wrong = (stage < 0) | (src < 0) | (src >= ranks) | (dst < 0) | (dst >= ranks) | (src == dst)
+    wrong |= (start < 0) | (start >= stop) | (stop > tokens)
+    if np.any(wrong):
+        raise ValueError(f"No such {name} among {ranks} ranks and {tokens} tokens: {routes[np.argmax(wrong)]}.")
+
+
+@njit(nogil=True, cache=True)
+def _arrive(moves, arrival):
+    for i in range(len(moves)):
+        stage, src, dst = moves[i, 0], moves[i, 2], moves[i, 3]
+        for row in range(moves[i, 4], moves[i, 5]):
+            if arrival[src, row] >= stage or arrival[dst, row] < NEVER:
+                return i, row
+            arrival[dst, row] = stage
+    return -1, -1
+
+
+@njit(nogil=True, cache=True)
+def _fed(tiles, owner, arrival):
+    for i in range(len(tiles)):
+        rank, stage = tiles[i, 0], tiles[i, 1]
+        for row in range(tiles[i, 2], tiles[i, 3]):
+            if owner[row] != rank:
+                return i, row, True
+        for row in range(tiles[i, 4], tiles[i, 5]):
+            if arrival[rank, row] > stage:
+                return i, row, False
+    return -1, -1, False
+
+
+@njit(nogil=True, cache=True)
+def _rows_once(tiles, first, wanted):
+    """The first pair that is not computed as the mask says, and how often it is; -1 if there is none.
+
+    For each query the tiles give intervals of keys: sorted, they must follow each other from the document's first
+    position to the query itself.
+    """
+    tokens = len(first)
+    offsets = np.zeros(tokens + 1, np.int64)
+    for i in range(len(tiles)):
+        t = tiles[i]
+        q0, q1, _, _, _, _ = trimmed(t[2], t[3], t[4], t[5], t[6], t[7])
+        for q in range(q0, q1):
+            offsets[q + 1] += 1
+    for q in range(tokens):
+        offsets[q + 1] += offsets[q]
+    start, stop = np.empty(offsets[-1], np.int64), np.empty(offsets[-1], np.int64)
+    place = offsets[:-1].copy()
+    for i in range(len(tiles)):
+        t = tiles[i]
+        q0, q1, k0, k1, lo, hi = trimmed(t[2], t[3], t[4], t[5], t[6], t[7])
+        for q in range(q0, q1):
+            start[place[q]] = max(k0, q - hi)
+            stop[place[q]] = min(k1, q - lo + 1)
+            place[q] += 1
+    for q in range(tokens):
+        at = first[q]
+        order = np.argsort(start[offsets[q] : offsets[q + 1]])
+        for i in order:
+            a, b = start[offsets[q] + i], stop[offsets[q] + i]
+            if a > at:
+                return q, at, 0
+            if a < at:
+                return q, a, 2 if a >= first[q] else -1
+            at = b
+        if at > q + 1:
+            return q, q + 1, -1
+        if at < q + 1 and wanted[q]:
+            return q, at, 0
+    return -1, -1, 0
+
+
+@njit(nogil=True, cache=True)
+def _last_use(tiles, used):
+    for i in range(len(tiles)):
+        rank, stage = tiles[i, 0], tiles[i, 1]
+        for row in range(tiles[i, 4], tiles[i, 5]):
+            used[rank, row] = max(used[rank, row], stage)
