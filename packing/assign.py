@@ -150,7 +150,7 @@ def _lpt(cost, tokens, by_cost, num_bins, cap, max_items):
         smallest[i] = min(smallest[i + 1], tokens[by_cost[i]])
     for i in range(n):
         item = by_cost[i]
-        best = tree[1]
+        best = int(tree[1])
         if tokens[item] > room[best] or places[best] == 0:
             best = _least_with_room(load, room, places, tokens[item])
         if best >= 0:
@@ -182,7 +182,7 @@ def _split_largest(order, offsets, tokens, cost, num_packs):
     for p in range(packs):
         load[p] = _weight(order[start[p] : stop[p]], cost)
     while packs < num_packs:
-        p = np.argmax(load)
+        p = int(np.argmax(load))
         if load[p] < 0:
             break
         middle = start[p] + _halve(order[start[p] : stop[p]], tokens, cost)

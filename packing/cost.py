@@ -18,7 +18,7 @@ which is Skrull's (20h² + 4h·h_kv)·s + 4h·s² for an ungated FFN of 4h and s
     >>> cost = CostModel.of(shape, Hardware(peak_flops=989e12, efficiency=0.4, memory_bytes=80e9))
     >>> one, ten = causal_pairs(0, 40960), 10 * causal_pairs(0, 4096)
     >>> round(float(cost.seconds(one, 40960) / cost.seconds(ten, 40960)), 2)
-    1.61
+    1.69
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class ModelShape:
         for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"ModelShape.{name} must be at least 1; got {getattr(self, name)}.")
+        if self.vocab_size < 0:
+            raise ValueError(f"ModelShape.vocab_size must be 0 (no head) or more; got {self.vocab_size}.")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads; got {self.num_heads} and {self.num_kv_heads}."

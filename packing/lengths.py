@@ -159,8 +159,10 @@ def _integers(name: str, values: Any) -> Integers:
     """values as int32 or int64 in one dimension, copied only where their type must change."""
     if values.ndim != 1 or values.dtype.kind not in "iuf":
         raise ValueError(f"{name} must be whole numbers in one dimension; got {values.dtype} of shape {values.shape}.")
-    if values.dtype.kind == "f" and not np.all(np.isfinite(values) & (values == np.trunc(values))):
-        raise ValueError(f"{name} must be whole numbers; entry {_first(values != np.trunc(values))} is not.")
+    if values.dtype.kind == "f":
+        broken = ~np.isfinite(values) | (values != np.trunc(values))
+        if broken.any():
+            raise ValueError(f"{name} must be whole numbers; entry {_first(broken)} is {values[_first(broken)]}.")
     if len(values) and (values.min() < 0 or values.max() >= 2.0**63):
         raise ValueError(f"{name} must lie in 0 … 2**63 - 1; got {values.min()} … {values.max()}.")
     return values if values.dtype in (np.int32, np.int64) else values.astype(np.int64)
