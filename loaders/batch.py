@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from numba import njit
 
 FIELDS = {
     "input_ids": "int64[t] token ids this rank holds",
@@ -23,6 +24,8 @@ FIELDS = {
     "position_ids": "int64[t] position within the document",
     "doc_ids": "int32[t] which document of the pack, 0 …",
     "shard_index": "int64[t] position within the pack of each token held",
+    "segments": "int64[s, 4] runs of tokens held: document of the pack, first position, place in the pack, tokens",
+    "behind": "int64[s] the label of each run's last token",
     "cu_seqlens": "int32[d+1] document boundaries of the whole pack",
     "max_seqlen": "longest document of the pack",
     "layout": "name of the shard rule",
@@ -56,8 +59,18 @@ class ThdBatch(Mapping[str, Any]):
     which rebuild a mapping entry by entry, give a ThdBatch again.
     """
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
+    def __init__(self, fields: Mapping[str, Any], *, derived: frozenset[str] = frozenset()) -> None:
         self._fields = dict(fields)
+        self._derived = derived  # entries that ``lay_out`` makes from the others
+
+    @classmethod
+    def laid_out(cls, fields: Mapping[str, Any]) -> ThdBatch:
+        """A batch from all but the entries that follow from its tokens and ``segments``: those are made here.
+
+        ``labels`` are among them where ``fields`` has none.
+        """
+        made = lay_out(fields)
+        return cls({**fields, **made}, derived=frozenset(made))
 
     def __getitem__(self, name: str) -> Any:
         return self._fields[name]
@@ -75,9 +88,25 @@ class ThdBatch(Mapping[str, Any]):
             )
         return self._fields[name]
 
+    def __reduce__(self) -> tuple:
+        """Pickled small: what follows from ``segments`` is made again on arrival, and the CPU tensors left share a buffer.
+
+        A worker so hands over one shared-memory file of about 8 bytes a token, not a dozen files of 36.
+        """
+        sent = {name: value for name, value in self._fields.items() if name not in self._derived}
+        packed = {name: value for name, value in sent.items() if _packs(value)}
+        names = sorted(packed, key=lambda name: -packed[name].element_size())  # keeps every view aligned
+        parts = [packed[name].contiguous().view(-1).view(torch.uint8) for name in names]
+        buffer = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.empty(0, dtype=torch.uint8)
+        entries = [
+            (name, packed[name].dtype, packed[name].shape, len(part)) for name, part in zip(names, parts, strict=True)
+        ]
+        rest = {name: None if name in packed else value for name, value in sent.items()}
+        return _unpacked, (buffer, entries, rest, self._derived)
+
     def replace(self, **entries: Any) -> ThdBatch:
         """A copy with these entries set."""
-        return ThdBatch({**self._fields, **entries})
+        return ThdBatch({**self._fields, **entries}, derived=self._derived - set(entries))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ThdBatch:
         """A copy with every tensor on ``device``; ``cu_seqlens`` too."""
@@ -147,3 +176,54 @@ class ThdBatch(Mapping[str, Any]):
         )
 
     __repr__ = describe
+
+
+def _packs(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.requires_grad
+
+
+def _unpacked(buffer: torch.Tensor, entries: list, fields: dict[str, Any], derived: frozenset[str]) -> ThdBatch:
+    at = 0
+    for name, dtype, shape, size in entries:
+        fields[name] = buffer[at : at + size].view(dtype).view(shape)
+        at += size
+    return ThdBatch.laid_out(fields) if derived else ThdBatch(fields)
+
+
+def lay_out(fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """position_ids, doc_ids, shard_index and, unless given, labels: from ``input_ids``, ``segments`` and ``behind``."""
+    ids = fields["input_ids"]
+    made: dict[str, torch.Tensor] = {
+        "position_ids": torch.empty_like(ids),
+        "shard_index": torch.empty_like(ids),
+        "doc_ids": torch.empty(len(ids), dtype=torch.int32),
+    }
+    if "labels" not in fields:
+        made["labels"] = torch.empty_like(ids)
+    labels = made.get("labels", ids[:0]).numpy()
+    segments, behind = fields["segments"].numpy(), fields["behind"].numpy()
+    _fill(
+        ids.numpy(),
+        segments,
+        behind,
+        made["position_ids"].numpy(),
+        made["shard_index"].numpy(),
+        made["doc_ids"].numpy(),
+        labels,
+    )
+    return made
+
+
+@njit(nogil=True, cache=True)
+def _fill(ids, segments, behind, position_ids, shard_index, doc_ids, labels):
+    at = 0
+    for segment in range(len(segments)):
+        document, position, place, tokens = segments[segment]
+        for offset in range(tokens):
+            position_ids[at + offset] = position + offset
+            shard_index[at + offset] = place + offset
+            doc_ids[at + offset] = document
+        if len(labels) and tokens:
+            labels[at : at + tokens - 1] = ids[at + 1 : at + tokens]
+            labels[at + tokens - 1] = behind[segment]
+        at += tokens

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..packing.packs import Packs
 from ..packing.shards import Shards
 from ..samplers.plan import MicroBatch
 from .batch import FIELDS, ThdBatch
@@ -45,29 +44,30 @@ class ThdCollator:
             )
         ((spec, rows),) = fetched
         spans = spec.spans
-        packs = Packs(spans=spans, offsets=np.array([0, len(spans)]))
-        cu_seqlens = packs.cu_seqlens(0)
+        cu_seqlens = np.concatenate([[0], np.cumsum(spans.tokens)])
+        assert cu_seqlens[-1] < 2**31, f"{cu_seqlens[-1]} tokens overflow int32"
         shards = self.recipe.shards(cu_seqlens, len(spec.ranks))
         local = _Segments(spec, shards, rows)
-        columns = local.columns(rows)
-        positions = local.positions(restart=self.restart_positions)
-        labels = columns.pop("labels")
+        columns, labels, behind = local.columns(rows)
+        ids = columns.pop("input_ids")
         real = spans.tokens[spans.document >= 0]
-        return ThdBatch(
+        own = {} if labels is None else {"labels": torch.from_numpy(labels)}
+        return ThdBatch.laid_out(
             {
-                "input_ids": torch.from_numpy(columns.pop("input_ids")),
-                "labels": torch.from_numpy(labels),
-                "position_ids": torch.from_numpy(positions),
-                "doc_ids": torch.from_numpy(np.repeat(local.document, local.tokens).astype(np.int32)),
-                "shard_index": torch.from_numpy(shards.positions(spec.cp_rank)),
-                "cu_seqlens": torch.from_numpy(cu_seqlens),
+                "input_ids": torch.from_numpy(ids),
+                **own,
+                "segments": torch.from_numpy(local.segments(restart=self.restart_positions)),
+                "behind": torch.from_numpy(behind),
+                "cu_seqlens": torch.from_numpy(cu_seqlens.astype(np.int32)),
                 "max_seqlen": int(spans.tokens.max()),
                 "layout": self.recipe.shard,
                 "plan": self.recipe.attention(shards, spec.ranks, spec.cp_rank),
                 "cp_size": len(spec.ranks),
                 "cp_rank": spec.cp_rank,
                 "cp_ranks": spec.ranks,
-                "num_targets": int((labels != IGNORE).sum()),
+                "num_targets": len(ids) - int((behind == IGNORE).sum())
+                if labels is None
+                else int((labels != IGNORE).sum()),
                 "num_targets_step": spec.num_targets,
                 "num_ranks": spec.num_ranks,
                 "sum_len": int(real.sum()),
@@ -95,6 +95,7 @@ class _Segments:
         spans, segments = spec.spans, shards.segments[held]
         self.document = shards.document[held]  # int64[s] index in the pack
         self.tokens = segments[:, 1] - segments[:, 0]
+        self.place = segments[:, 0]  # in the pack
         self.begin = spans.start[self.document] + segments[:, 0] - shards.cu_seqlens[self.document]
         self.span_start = spans.start
         self.filler = spans.document < 0
@@ -124,14 +125,14 @@ class _Segments:
             )
         return length
 
-    def positions(self, *, restart: bool) -> np.ndarray:
-        """int64[t] position of each token within its document (or its piece)."""
+    def segments(self, *, restart: bool) -> np.ndarray:
+        """int64[s, 4]: document of the pack, position of the first token, place in the pack, tokens."""
         begin = self.begin - self.span_start[self.document] if restart else self.begin
-        out = np.cumsum(self.tokens) - self.tokens
-        return np.arange(self.tokens.sum()) + np.repeat(begin - out, self.tokens)
+        return np.stack([self.document, begin, self.place, self.tokens], axis=1)
 
-    def columns(self, rows: Rows) -> dict[str, Any]:
-        """Every column, token-aligned ones cut; ``labels`` shifted (made from the tokens where there are none)."""
+    def columns(self, rows: Rows) -> tuple[dict[str, Any], np.ndarray | None, np.ndarray]:
+        """Every other column, token-aligned ones cut; the shifted labels int64[t], None where the tokens are the labels;
+        and the label behind each segment, int64[s]."""
         taken = [name for name in rows if name in FIELDS and name not in ("input_ids", "labels")]
         if taken:
             raise ValueError(
@@ -154,8 +155,15 @@ class _Segments:
             raise ValueError(
                 f"token ids must not be negative; got {ids.min()} in documents {self.numbers.tolist()[:8]}"
             )
-        out["labels"] = self._labels(rows.get("labels", rows["input_ids"]), out.get("labels", out["input_ids"]))
-        return out
+        behind = self._behind(rows.get("labels", rows["input_ids"]))
+        if "labels" not in out:
+            return out, None, behind
+        cut = out.pop("labels")
+        labels = np.full(len(cut), IGNORE, np.int64)
+        if not self.filler.any() and len(cut):
+            labels[:-1] = cut[1:]
+            labels[np.cumsum(self.tokens) - 1] = behind
+        return out, labels, behind
 
     def _check_aligned(self, name: str, values: list[np.ndarray], ids: list[np.ndarray]) -> None:
         for at, (value, tokens) in enumerate(zip(values, ids, strict=True)):
@@ -177,21 +185,16 @@ class _Segments:
             pieces = [np.full(n, fill, dtype) for n in self.tokens.tolist()]  # a filler is alone in its pack
         return np.concatenate(pieces) if pieces else np.zeros(0, values[0].dtype)
 
-    def _labels(self, values: list[np.ndarray], cut: np.ndarray) -> np.ndarray:
-        """int64[t]: the value behind each token in its document; -100 behind a document's last and in fillers."""
-        labels = np.full(len(cut), IGNORE, np.int64)
-        if self.filler.any() or not len(cut):
-            return labels
-        labels[:-1] = cut[1:]
+    def _behind(self, values: list[np.ndarray]) -> np.ndarray:
+        """int64[s]: the value behind each segment in its document; -100 behind a document's last and in fillers."""
         stop = self.begin + self.tokens
-        behind = [
-            values[document][at] if at < length else IGNORE
-            for document, at, length in zip(
-                self.document.tolist(), stop.tolist(), self.length[self.document].tolist(), strict=True
-            )
+        inside = np.flatnonzero((stop < self.length[self.document]) & ~self.filler[self.document])
+        behind = np.full(len(stop), IGNORE, np.int64)
+        behind[inside] = [
+            values[document][at]
+            for document, at in zip(self.document[inside].tolist(), stop[inside].tolist(), strict=True)
         ]
-        labels[np.cumsum(self.tokens) - 1] = behind
-        return labels
+        return behind
 
 
 def _tensor(value: Any) -> Any:

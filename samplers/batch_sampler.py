@@ -167,7 +167,8 @@ class BalancedBatchSampler:
         cp, row = self.cluster.cp, plan.grid[self.rank]
         first, num_slots = self.rank // cp * cp, plan.num_slots
         cost = plan.packs.sums(plan.span_cost)
-        real = plan.packs.spans.document[plan.packs.spans.document >= 0]
+        template = int(plan.packs.spans.document.max())  # any real one: a step is never all fillers
+        digest = plan.digest ^ self._config_digest
         return [
             MicroBatch(
                 spans=plan.packs.take(row[slot : slot + 1]).spans,
@@ -180,8 +181,8 @@ class BalancedBatchSampler:
                 num_targets=plan.num_targets,
                 num_ranks=self.cluster.num_ranks,
                 document_stop=self.items.capacity if self.items.too_long == "truncate" else 0,
-                template=int(real[0]),
-                digest=plan.digest ^ self._config_digest,
+                template=template,
+                digest=digest,
                 planning_seconds=planning_seconds,
                 cost=float(cost[row[slot]]) / cp / 1e9,
                 state=self.state(plan.epoch, plan.step, slot + 1, num_slots, plan.num_targets),
