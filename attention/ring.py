@@ -26,10 +26,11 @@ from .bands import NO_LIMIT
 from .plan import KV, AttentionPlan, Int64
 
 
-def ring_plan(shards: Shards, ranks: tuple[int, ...], rank: int | None = None) -> AttentionPlan:
+def ring_plan(shards: Shards, ranks: tuple[int, ...], rank: int | None = None, *, skip: bool = True) -> AttentionPlan:
     """Lower any shards of causal documents to a ring with forwarding.
 
     ranks: rank numbers of the domain, one per shard. rank: index of the rank whose tiles are wanted; None: of all.
+    skip: leave out rows that nobody behind needs; False sends everything round, which is what a plain ring does.
     """
     P = shards.cp_size
     if len(ranks) != P:
@@ -39,7 +40,7 @@ def ring_plan(shards: Shards, ranks: tuple[int, ...], rank: int | None = None) -
     holder = np.repeat(np.arange(P), np.diff(shards.offsets))
     last = np.zeros((P, len(shards.cu_seqlens)), np.int64)
     np.maximum.at(last, (holder, shards.document), shards.segments[:, 1])
-    moves, returns = _routes(shards.segments, shards.document, holder, last)
+    moves, returns = _routes(shards.segments, shards.document, holder, last, skip)
     order = np.lexsort((shards.segments[:, 0], shards.document, holder))
     tiles = [
         _tiles(shards.segments[order], shards.document[order], shards.offsets, r)
@@ -57,12 +58,12 @@ def ring_plan(shards: Shards, ranks: tuple[int, ...], rank: int | None = None) -
     )
 
 
-def _routes(segments: Int64, document: Int64, holder: Int64, last: Int64) -> tuple[Int64, Int64]:
+def _routes(segments: Int64, document: Int64, holder: Int64, last: Int64, skip: bool) -> tuple[Int64, Int64]:
     """Moves and returns of all ranks, stage by stage. last: int64[P, documents], one past a rank's last query of each."""
     P = len(last)
     start, stop = segments[:, 0], segments[:, 1]
     moves, returns = [], []
-    ahead = start.copy()
+    ahead = start if skip else stop
     # From the last stage back, so that `ahead` is what anyone from this stage on still attends to.
     for stage in range(P - 1, 0, -1):
         user = (holder + stage) % P

@@ -62,7 +62,7 @@ class UlyssesPlan:
         return np.diff(self.home_offsets)
 
     def bytes_sent(self, heads: int, kv_heads: int, dim: int, itemsize: int) -> Int64:
-        """What each rank sends to others in forward, q, k, v and out, in bytes, int64[P]. Backward: the same again."""
+        """What each rank sends to others in forward, q, k, v and out, in bytes, int64[P]. Backward sends as much in all."""
         shares = [_share(i, len(self.ranks), heads, kv_heads) for i in range(len(self.ranks))]
         width = np.array([s.q1 - s.q0 + 2 * (s.k1 - s.k0) for s in shares])
         own = np.array([s.q1 - s.q0 for s in shares])

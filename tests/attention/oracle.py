@@ -1,0 +1,87 @@
+"""What attention must give: each document alone, dense, on one process; and the cases that executors are held against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from equipoise.attention.kernels.reference import dense
+from equipoise.attention.plan import AttentionPlan
+from equipoise.attention.ring import ring_plan
+from equipoise.attention.ulysses import UlyssesPlan, ulysses_plan
+from equipoise.packing.shards import Shards, contiguous, zigzag
+from torch import Tensor
+
+LAYOUTS = ("contiguous", "sequence", "document")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call of attention over a pack, small enough to pickle."""
+
+    lengths: tuple[int, ...]
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 8
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
+    layout: str = "document"
+    kind: str = "ring"
+    """"ring" or "ulysses"."""
+    keep: bool = True
+
+    @property
+    def cu_seqlens(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]).astype(np.int64)
+
+    def shards(self, cp: int) -> Shards:
+        if self.layout == "contiguous":
+            return contiguous(self.cu_seqlens, cp)
+        return zigzag(self.cu_seqlens, cp, per=self.layout)
+
+    def plan(self, ranks: tuple[int, ...], rank: int) -> AttentionPlan | UlyssesPlan:
+        build = ring_plan if self.kind == "ring" else ulysses_plan
+        return build(self.shards(len(ranks)), ranks, rank)
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and dout of the whole pack, the same in every process."""
+        generator = torch.Generator().manual_seed(self.seed)
+        T = sum(self.lengths)
+        shapes = [(T, heads, self.dim) for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)]
+        q, k, v, dout = (torch.randn(s, generator=generator, dtype=torch.float64).to(self.dtype) for s in shapes)
+        return q, k, v, dout
+
+
+def one_process(case: Case, compute: torch.dtype | None = None) -> list[Tensor]:
+    """out, dq, dk, dv of the pack, document by document, computed in `compute` (by default fp64)."""
+    q, k, v, dout = (x.to(compute or torch.float64) for x in case.inputs())
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    outs = []
+    for start, stop in zip(case.cu_seqlens[:-1], case.cu_seqlens[1:], strict=True):
+        mask = torch.ones(int(stop - start), int(stop - start), dtype=torch.bool).tril()
+        outs.append(dense(q[start:stop], k[start:stop], v[start:stop], mask, case.dim**-0.5)[0])
+    out = torch.cat(outs)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.to(out.dtype))]
+
+
+def naive(case: Case) -> list[Tensor]:
+    """out, dq, dk, dv as plain matmuls and softmax in the case's own dtype give them."""
+    q, k, v, dout = case.inputs()
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    outs = []
+    for start, stop in zip(case.cu_seqlens[:-1], case.cu_seqlens[1:], strict=True):
+        n, group = int(stop - start), case.heads // case.kv_heads
+        qs, ks, vs = (x[start:stop].transpose(0, 1) for x in (q, k, v))
+        ks, vs = ks.repeat_interleave(group, 0), vs.repeat_interleave(group, 0)
+        scores = (qs @ ks.transpose(1, 2) * case.dim**-0.5).masked_fill(~torch.ones(n, n).tril().bool(), -torch.inf)
+        outs.append((scores.softmax(-1) @ vs).transpose(0, 1))
+    out = torch.cat(outs)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """max |got - want| over max |want|."""
+    if want.numel() == 0:
+        return 0.0
+    return float((got.double() - want.double()).abs().max() / want.double().abs().max().clamp_min(1e-30))

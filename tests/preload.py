@@ -1,0 +1,17 @@
+"""What the server that test ranks are forked from does once, so that no rank has to: load and compile the planners.
+
+Nothing here runs a torch operation: a fork after OpenMP has started would hang.
+"""
+
+from __future__ import annotations
+
+import equipoise.attention.executor
+import equipoise.attention.kernels.cpu  # noqa: F401
+from equipoise.attention.bands import squares
+from equipoise.attention.kernels.grouping import batches
+from equipoise.attention.program import lower
+from equipoise.attention.ring import ring_plan
+from equipoise.packing.shards import zigzag
+
+for _buffer, _tiles in lower(ring_plan(zigzag([0, 9, 14], 2), ranks=(0, 1)), rank=1).stages[1].tiles:
+    batches(squares(_tiles), 8)
