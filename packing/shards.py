@@ -96,11 +96,10 @@ def zigzag(cu_seqlens: npt.ArrayLike, cp_size: int, per: str = "document") -> Sh
     cu = _boundaries(cu_seqlens, cp_size)
     if per == "sequence":
         start, stop, document, chunk = _cut(cu, 2 * cp_size)
-    elif per == "document":
-        start, stop, document, chunk = _cut_documents(cu, 2 * cp_size)
-    else:
-        raise ValueError(f'zigzag cuts per="document" or per="sequence"; got per={per!r}.')
-    return _shards(cu, cp_size, start, stop, document, np.minimum(chunk, 2 * cp_size - 1 - chunk))
+        return _shards(cu, cp_size, start, stop, document, np.minimum(chunk, 2 * cp_size - 1 - chunk))
+    if per == "document":
+        return _zigzag_documents(cu, cp_size)
+    raise ValueError(f'zigzag cuts per="document" or per="sequence"; got per={per!r}.')
 
 
 def _boundaries(cu_seqlens: npt.ArrayLike, cp_size: int) -> Int64:
@@ -124,29 +123,35 @@ def _cut(cu: Int64, pieces: int) -> tuple[Int64, Int64, Int64, Int64]:
     return start, cuts[1:], document, piece
 
 
-def _cut_documents(cu: Int64, chunks: int) -> tuple[Int64, Int64, Int64, Int64]:
-    """(start, stop, document, chunk) of every document cut into `chunks` chunks under the running remainder rule."""
-    first = cu[:-1, None]
-    base, longer = np.divmod(np.diff(cu)[:, None], chunks)
+def _zigzag_documents(cu: Int64, cp_size: int) -> Shards:
+    """Every document in 2·cp_size chunks under the running remainder rule."""
+    chunks = 2 * cp_size
+    first = cu[:-1]
+    base, longer = np.divmod(np.diff(cu), chunks)
     running = first % chunks
-    edge = np.arange(chunks + 1)
-    # Chunks running … running + longer - 1 (modulo chunks) are one longer: count those before each edge.
-    extra = np.clip(edge - running, 0, longer) + np.clip(running + longer - chunks, 0, edge)
-    edges = first + base * edge + extra
-    document = np.repeat(np.arange(len(cu) - 1), chunks)
-    chunk = np.tile(np.arange(chunks), len(cu) - 1)
-    return edges[:, :-1].ravel(), edges[:, 1:].ravel(), document, chunk
+    # edges[c]: where chunk c of every document begins. Chunks running … running + longer - 1 (modulo chunks) are one
+    # longer: count those before each edge.
+    edge = np.arange(chunks + 1)[:, None]
+    edges = base * edge
+    edges += first
+    edges += np.minimum(np.maximum(edge - running, 0), longer)
+    edges += np.minimum(np.maximum(running + longer - chunks, 0), edge)
+    # [cp_size, documents, 2], so that flattened it is in the order the ranks hold it.
+    chunk = np.stack([np.arange(cp_size), chunks - 1 - np.arange(cp_size)], axis=1)
+    start, stop = (edges[chunk + after].transpose(0, 2, 1).ravel() for after in (0, 1))
+    document = np.tile(np.repeat(np.arange(len(first)), 2), cp_size)
+    return _shards(cu, cp_size, start, stop, document, np.repeat(np.arange(cp_size), 2 * len(first)))
 
 
 def _shards(cu: Int64, cp_size: int, start: Int64, stop: Int64, document: Int64, rank: Int64) -> Shards:
-    """Group pieces by rank, in pack order; drop the empty, merge what touches (the middle chunks of the last rank)."""
-    # Two-byte keys are radix-sorted by numpy; a wider group falls back to merging.
-    order = np.argsort(rank.astype(np.uint16) if cp_size <= 2**16 else rank, kind="stable")
-    order = order[stop[order] > start[order]]
-    start, stop, document, rank = start[order], stop[order], document[order], rank[order]
-    touches = (start[1:] == stop[:-1]) & (document[1:] == document[:-1]) & (rank[1:] == rank[:-1])
-    begins = np.concatenate([[True], ~touches])[: len(order)]
-    ends = np.concatenate([~touches, [True]])[: len(order)]
+    """Group pieces by rank in the order given; drop the empty, merge what touches (the last rank's middle chunks)."""
+    kept = np.flatnonzero(stop > start)
+    if np.any(rank[1:] < rank[:-1]):
+        kept = kept[np.argsort(rank[kept], kind="stable")]
+    start, stop, document, rank = start[kept], stop[kept], document[kept], rank[kept]
+    apart = (start[1:] != stop[:-1]) | (document[1:] != document[:-1]) | (rank[1:] != rank[:-1])
+    bounds = np.flatnonzero(np.concatenate([[True], apart, [True]])) if len(kept) else np.zeros(1, np.int64)
+    begins, ends = bounds[:-1], bounds[1:] - 1
     return Shards(
         cu_seqlens=cu,
         cp_size=cp_size,

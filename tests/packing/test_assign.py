@@ -31,11 +31,20 @@ def lpt_by_hand(cost: list[int], tokens: list[int], num_bins: int, cap: int, max
     return bins
 
 
-@settings(max_examples=300, deadline=None)
-@given(items, st.integers(1, 9), st.one_of(st.integers(0, 60), st.just(10**6)), st.integers(0, 6))
-def test_lpt_is_brute_force(drawn, num_bins, cap, max_items):
-    cost, tokens = [c for c, _ in drawn], [t for _, t in drawn]
-    assert lpt(cost, tokens, num_bins, cap, max_items).tolist() == lpt_by_hand(cost, tokens, num_bins, cap, max_items)
+@st.composite
+def tight_problems(draw: st.DrawFn) -> tuple[list[int], list[int], int, int, int]:
+    """Few different costs, so that loads tie, and a cap that the least loaded bin often cannot keep."""
+    num_bins, count = draw(st.integers(1, 9)), draw(st.integers(0, 40))
+    cost = draw(st.lists(st.sampled_from([0, 1, 2, 3, 20]), min_size=count, max_size=count))
+    tokens = draw(st.lists(st.integers(0, 12), min_size=count, max_size=count))
+    cap = draw(st.one_of(st.just(10**6), st.integers(0, 8).map(lambda slack: sum(tokens) // num_bins + slack)))
+    return cost, tokens, num_bins, cap, draw(st.sampled_from([0, 0, 1, 2, 3, -(-count // num_bins)]))
+
+
+@settings(max_examples=1000, deadline=None)
+@given(tight_problems())
+def test_lpt_is_brute_force(problem):
+    assert lpt(*problem).tolist() == lpt_by_hand(*problem)
 
 
 @settings(max_examples=200, deadline=None)

@@ -160,12 +160,13 @@ def test_thousands_of_documents_and_large_groups():
 
 @pytest.mark.skipif(not LENGTHS.is_dir(), reason="document lengths of the benchmarks are not here")
 def test_per_document_shards_balance_real_packs():
-    """128K packs of a long-tailed trace, cp 8: max/mean pairs at most 1.001."""
-    tokens = np.load(LENGTHS / "wlb_like.npy")[:4000].astype(np.int64)
+    """128K packs of a long-tailed trace, cp 8: max/mean pairs at most 1.001 in every full one."""
+    tokens = np.load(LENGTHS / "wlb_like.npy").astype(np.int64)
     order, offsets = best_fit_decreasing(tokens, 131072)
     for first, last in pairwise(offsets):
-        pairs = zigzag(np.concatenate([[0], np.cumsum(tokens[order[first:last]])]), 8).pairs()
-        assert pairs.max() * 8 / pairs.sum() <= 1.001
+        cu_seqlens = np.concatenate([[0], np.cumsum(tokens[order[first:last]])])
+        pairs = zigzag(cu_seqlens, 8).pairs()
+        assert pairs.max() * 8 / pairs.sum() <= 1.001 or cu_seqlens[-1] < 131072 / 2
 
 
 def test_wrong_arguments_are_refused():
