@@ -222,7 +222,10 @@ class _Journey:
 
     def keys(self, buffer: int) -> Pair:
         """K and V of a buffer, [S, K, D] each."""
-        return self.home if buffer == 0 else tuple(self.received[buffer].unbind(1))
+        if buffer == 0:
+            return self.home
+        k, v = self.received[buffer].unbind(1)
+        return k, v
 
 
 def _forward(

@@ -46,7 +46,9 @@ def register_attention(groups: CpGroups, name: str = "equipoise") -> None:
         **options: Any,
     ) -> tuple[Tensor, None]:
         plan = options.get("plan")
-        _refuse(name, query_BHTD, key_BKTD, attention_mask, dropout, options)
+        if plan is None:
+            raise ValueError(f'attn_implementation="{name}" attends under a plan: call model(..., plan=...); got none.')
+        _refuse(query_BHTD, key_BKTD, attention_mask, dropout, options)
         q, k, v = (x[0].transpose(0, 1) for x in _one_dtype(query_BHTD, key_BKTD, value_BKTD))
         return attend(plan, q, k, v, groups, scaling)[None], None
 
@@ -54,12 +56,8 @@ def register_attention(groups: CpGroups, name: str = "equipoise") -> None:
     AttentionMaskInterface.register(name, _no_mask)
 
 
-def _refuse(
-    name: str, query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, options: dict[str, Any]
-) -> None:
+def _refuse(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, options: dict[str, Any]) -> None:
     """ValueError for what the plan knows nothing of."""
-    if options.get("plan") is None:
-        raise ValueError(f'attn_implementation="{name}" attends under a plan: call model(..., plan=...); got none.')
     if query.shape[0] != 1:
         raise ValueError(f"A pack is one row, input_ids [1, tokens]; got a batch of {query.shape[0]}.")
     if mask is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..bands import FLIPPED, FULL, Int64, squares
 from .contract import Rows, add_, merge_, rows_of, sum_dtype, take
-from .grouping import batches
+from .grouping import batches, touched
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -81,8 +81,8 @@ class CpuHandle:
 def prepare(tiles: Int64, num_q: int, num_k: int, device: torch.device) -> CpuHandle:
     """Cut tiles (int64[m, 6] of addresses) into pieces, group them into calls, make their index tensors."""
     pieces = squares(tiles)
-    q_touched, q_place = _touched(pieces[:, 0], pieces[:, 1], num_q)
-    k_touched, k_place = _touched(pieces[:, 2], pieces[:, 3], num_k)
+    q_touched, q_place = touched(pieces[:, 0], pieces[:, 1], num_q)
+    k_touched, k_place = touched(pieces[:, 2], pieces[:, 3], num_k)
     calls, seen = [], np.zeros(num_q, bool)
     for group in batches(pieces, num_q):
         p = pieces[group]
@@ -170,15 +170,6 @@ def backward(
         add_(dk, call.k.target, dk_part)
         add_(dv, call.k.target, dv_part)
     return dq, dk, dv
-
-
-def _touched(start: Int64, stop: Int64, rows: int) -> tuple[Int64, Int64]:
-    """Rows that any interval touches, and where each row stands among them."""
-    edges = np.zeros(rows + 1, np.int64)
-    np.add.at(edges, start, 1)
-    np.add.at(edges, stop, -1)
-    touched = np.cumsum(edges[:-1]) > 0
-    return np.flatnonzero(touched), np.cumsum(touched) - 1
 
 
 def _side(start: Int64, stop: Int64, flipped: np.ndarray, place: Int64, device: torch.device) -> tuple[Side, Int64]:

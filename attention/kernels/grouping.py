@@ -30,7 +30,7 @@ def batches(pieces: Int64, num_q: int) -> list[Int64]:
     q_len, k_len = pieces[:, 1] - pieces[:, 0], pieces[:, 3] - pieces[:, 2]
     full = (pieces[:, 4] == FULL).astype(np.int64)
     alone = np.maximum(q_len, k_len) >= LARGE
-    layer = layers(pieces[:, 0], pieces[:, 1], full, num_q)
+    layer = layers(pieces[:, :2], full, num_q)
     order = np.lexsort((pieces[:, 0], -q_len, -k_len, layer, alone, full))
     keys = np.stack([full, alone, layer], axis=1)[order]
     group = _cut(keys, q_len[order], k_len[order], WASTE)
@@ -38,21 +38,35 @@ def batches(pieces: Int64, num_q: int) -> list[Int64]:
     return [part[np.argsort(pieces[part, 0], kind="stable")] for part in parts]
 
 
-def layers(start: Int64, stop: Int64, kind: Int64, rows: int) -> Int64:
-    """The least layer for each interval, in order, such that intervals of one kind and layer do not overlap."""
-    return _layers(
-        np.ascontiguousarray(start), np.ascontiguousarray(stop), np.ascontiguousarray(kind), rows, int(kind.max()) + 1
-    )
+def layers(intervals: Int64, kind: Int64, rows: int) -> Int64:
+    """The least layer for each item, in order, such that no row is in two items of one kind and layer, int64[n].
+
+    intervals: int64[n, 2·s], s intervals (start, stop) of rows for each item. kind: int64[n], from 0.
+    """
+    if len(intervals) == 0:
+        return np.zeros(0, np.int64)
+    return _layers(np.ascontiguousarray(intervals), np.ascontiguousarray(kind), rows, int(kind.max()) + 1)
+
+
+def touched(start: Int64, stop: Int64, rows: int) -> tuple[Int64, Int64]:
+    """Rows that any interval touches, and where each row stands among them."""
+    edges = np.zeros(rows + 1, np.int64)
+    np.add.at(edges, start, 1)
+    np.add.at(edges, stop, -1)
+    touched = np.cumsum(edges[:-1]) > 0
+    return np.flatnonzero(touched), np.cumsum(touched) - 1
 
 
 @njit(nogil=True, cache=True)
-def _layers(start, stop, kind, rows, kinds):
+def _layers(intervals, kind, rows, kinds):
     taken = np.zeros((kinds, rows), np.int64)
-    layer = np.zeros(len(start), np.int64)
-    for i in range(len(start)):
-        row = taken[kind[i], start[i] : stop[i]]
-        layer[i] = row.max()
-        row[:] = layer[i] + 1
+    layer = np.zeros(len(intervals), np.int64)
+    for i in range(len(intervals)):
+        for side in range(0, intervals.shape[1], 2):
+            for row in range(intervals[i, side], intervals[i, side + 1]):
+                layer[i] = max(layer[i], taken[kind[i], row])
+        for side in range(0, intervals.shape[1], 2):
+            taken[kind[i], intervals[i, side] : intervals[i, side + 1]] = layer[i] + 1
     return layer
 
 

@@ -1,0 +1,77 @@
+"""What hypothesis draws for attention: tiles, documents, shards; and the brute-force readings of them."""
+
+from __future__ import annotations
+
+import numpy as np
+from equipoise.attention.bands import CAUSAL, FULL, NO_LIMIT
+from equipoise.packing.shards import Shards, contiguous, zigzag
+from hypothesis import settings
+from hypothesis import strategies as st
+
+PROMISE = settings(max_examples=200, deadline=None, derandomize=True)
+
+
+def limits(size: int) -> st.SearchStrategy[int]:
+    return st.one_of(st.just(NO_LIMIT), st.integers(-size, size))
+
+
+@st.composite
+def tile(draw: st.DrawFn, num_q: int, num_k: int) -> list[int]:
+    """One tile, perhaps without a pair."""
+    q = sorted(draw(st.lists(st.integers(0, num_q), min_size=2, max_size=2)))
+    k = sorted(draw(st.lists(st.integers(0, num_k), min_size=2, max_size=2)))
+    return [*q, *k, -draw(limits(num_q + num_k)), draw(limits(num_q + num_k))]
+
+
+@st.composite
+def disjoint_tiles(draw: st.DrawFn, num_q: int, num_k: int, most: int = 12) -> np.ndarray:
+    """Tiles that share rows and keys as they like, but no pair: int64[m, 6]."""
+    tiles, taken = [], np.zeros((num_q, num_k), bool)
+    for candidate in draw(st.lists(tile(num_q, num_k), max_size=most)):
+        mask = mask_of(np.array([candidate]), num_q, num_k) > 0
+        if not (mask & taken).any():
+            tiles.append(candidate)
+            taken |= mask
+    return np.array(tiles, np.int64).reshape(-1, 6)
+
+
+def mask_of(tiles: np.ndarray, num_q: int, num_k: int) -> np.ndarray:
+    """How often each pair is in a tile, int[num_q, num_k]."""
+    times = np.zeros((num_q, num_k), int)
+    for q0, q1, k0, k1, lo, hi in tiles.tolist():
+        apart = np.arange(q0, q1)[:, None] - np.arange(k0, k1)
+        times[q0:q1, k0:k1] += (lo <= apart) & (apart <= hi)
+    return times
+
+
+def mask_of_squares(pieces: np.ndarray, num_q: int, num_k: int) -> np.ndarray:
+    """The same for (q0, q1, k0, k1, kind)."""
+    times = np.zeros((num_q, num_k), int)
+    for q0, q1, k0, k1, kind in pieces.tolist():
+        apart = np.arange(q1 - q0)[:, None] - np.arange(k1 - k0)
+        times[q0:q1, k0:k1] += 1 if kind == FULL else apart >= 0 if kind == CAUSAL else apart <= 0
+    return times
+
+
+def mask_of_segments(pieces: np.ndarray, num_q: int, num_k: int) -> np.ndarray:
+    """The same for flash-attention's (q0, q1, k0, k1, left, right), as its documentation states windows."""
+    times = np.zeros((num_q, num_k), int)
+    for q0, q1, k0, k1, left, right in pieces.tolist():
+        i, j = np.arange(q1 - q0)[:, None], np.arange(k1 - k0)
+        diagonal = i + (k1 - k0) - (q1 - q0)
+        seen = np.ones((q1 - q0, k1 - k0), bool)
+        if left >= 0:
+            seen &= j >= diagonal - left
+        if right >= 0:
+            seen &= j <= diagonal + right
+        times[q0:q1, k0:k1] += seen
+    return times
+
+
+@st.composite
+def sharded(draw: st.DrawFn, largest: int = 40) -> Shards:
+    """Documents of any length, empty ones too, in any layout over 1 to 12 ranks."""
+    lengths = draw(st.lists(st.one_of(st.integers(0, 4), st.integers(0, largest)), min_size=1, max_size=8))
+    cu_seqlens, cp = np.concatenate([[0], np.cumsum(lengths)]), draw(st.integers(1, 12))
+    layout = draw(st.sampled_from(["contiguous", "document", "sequence"]))
+    return contiguous(cu_seqlens, cp) if layout == "contiguous" else zigzag(cu_seqlens, cp, per=layout)

@@ -1,0 +1,294 @@
+"""The kernel contract, the same for every backend: any tiles, exact results for exactly the touched rows.
+
+Random tiles, not only those of named plans, since mistakes in grouping and merging hide from regular ones. The CUDA
+backend's layout is tested here on CPU with a stand-in for the varlen kernel; the real one needs a GPU and is skipped.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from equipoise.attention import bands
+from equipoise.attention.kernels import cpu, cuda, reference
+from equipoise.attention.kernels.contract import KERNELS, add_, kernel_for, merge_, rows_of, sum_dtype, take
+from equipoise.attention.kernels.grouping import LARGE, batches, layers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.attention.draws import PROMISE, disjoint_tiles, mask_of, mask_of_segments
+
+CPU = torch.device("cpu")
+
+
+class DenseVarlen:
+    """flash-attention's varlen interface computed densely, windows as its documentation states them."""
+
+    def mask(self, call: cuda.Call) -> torch.Tensor:
+        q, k = call.cu_q.tolist(), call.cu_k.tolist()
+        assert call.cu_q.dtype == call.cu_k.dtype == torch.int32
+        assert call.max_q == max(np.diff(q)) and call.max_k == max(np.diff(k))
+        pieces = [[*q[i : i + 2], *k[i : i + 2], *call.window] for i in range(len(q) - 1)]
+        return torch.from_numpy(mask_of_segments(np.array(pieces), q[-1], k[-1]) > 0)
+
+    def forward(self, call, q, k, v, scale):
+        assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+        return reference.dense(q, k, v, self.mask(call), scale)
+
+    def backward(self, call, dout, q, k, v, out, lse, scale):
+        assert lse.is_contiguous() and dout.is_contiguous()
+        mask = self.mask(call)
+        whole = reference.ReferenceHandle(mask=mask, q_rows=slice(0, len(q)), k_rows=slice(0, len(k)))
+        return reference.backward(whole, dout, q, k, v, out, lse, scale)
+
+
+class CudaLayout:
+    """The CUDA backend over the stand-in."""
+
+    def prepare(self, tiles, num_q, num_k, device):
+        return cuda.prepare(tiles, num_q, num_k, device, DenseVarlen())
+
+    def forward(self, handle, q, k, v, scale):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda, "_check", lambda q: None)
+            return cuda.forward(handle, q, k, v, scale)
+
+    backward = staticmethod(cuda.backward)
+
+
+BACKENDS = {"cpu": cpu, "reference": reference, "cuda layout": CudaLayout()}
+
+
+def tensors(num_q, num_k, heads, kv_heads, dtype=torch.float64, dim=5, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(num_q, heads, dim), (num_k, kv_heads, dim), (num_k, kv_heads, dim), (num_q, heads, dim)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def expected(mask, q, k, v, dout, scale):
+    """Dense out, lse, dq, dk, dv in fp64."""
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    out, lse = reference.dense(q, k, v, torch.from_numpy(mask), scale)
+    return [x.detach() for x in (out, lse, *torch.autograd.grad(out, (q, k, v), dout.double()))]
+
+
+def spread(rows, part, like):
+    whole = torch.zeros(like.shape, dtype=part.dtype)
+    add_(whole, rows, part)
+    return whole
+
+
+def run(kernel, tiles, q, k, v, dout, scale, final=None):
+    """out, lse, dq, dk, dv over all rows."""
+    handle = kernel.prepare(tiles, len(q), len(k), CPU)
+    part, part_lse = kernel.forward(handle, q, k, v, scale)
+    out = torch.zeros(q.shape, dtype=sum_dtype(q.dtype))
+    lse_TH = torch.full(q.shape[:2], -torch.inf, dtype=out.dtype)
+    merge_(out, lse_TH, handle.q_rows, part, part_lse.transpose(0, 1))
+    lse = lse_TH.transpose(0, 1)
+    assert part_lse.dtype == out.dtype and part_lse.isfinite().all()
+    final_out, final_lse = final or (out.to(q.dtype), lse)
+    dq, dk, dv = kernel.backward(handle, dout, q, k, v, final_out, final_lse, scale)
+    return out, lse, spread(handle.q_rows, dq, q), spread(handle.k_rows, dk, k), spread(handle.k_rows, dv, v)
+
+
+def assert_close(got, want, bound):
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        finite = b.isfinite()
+        assert torch.equal(a.isfinite(), finite), name
+        assert (a[finite].double() - b[finite]).abs().max() <= bound if finite.any() else True, name
+
+
+@pytest.mark.parametrize("kernel", BACKENDS.values(), ids=BACKENDS.keys())
+@PROMISE
+@given(disjoint_tiles(24, 20), st.sampled_from([(4, 2), (4, 1), (2, 2)]))
+def test_any_tiles_give_exact_results(kernel, tiles, heads):
+    q, k, v, dout = tensors(24, 20, *heads)
+    want = expected(mask_of(tiles, 24, 20) > 0, q, k, v, dout, 0.7)
+    assert_close(run(kernel, tiles, q, k, v, dout, 0.7), want, 1e-12)
+
+
+@pytest.mark.parametrize("kernel", BACKENDS.values(), ids=BACKENDS.keys())
+def test_rows_without_keys_are_not_touched(kernel):
+    """Through merge_ they stay out 0, lse -inf."""
+    tiles = np.array([[2, 5, 1, 4, 0, bands.NO_LIMIT]])
+    q, k, v, dout = tensors(8, 6, 2, 1)
+    out, lse, *_ = run(kernel, tiles, q, k, v, dout, 1.0)
+    assert (out[[0, 1, 5, 6, 7]] == 0).all() and (lse[:, [0, 1, 5, 6, 7]] == -torch.inf).all()
+    assert lse[:, 2:5].isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", BACKENDS.values(), ids=BACKENDS.keys())
+@pytest.mark.parametrize("num_q,num_k", [(5, 4), (0, 4), (5, 0)])
+def test_no_tiles_give_no_rows(kernel, num_q, num_k):
+    q, k, v, dout = tensors(num_q, num_k, 2, 1)
+    got = run(kernel, np.zeros((0, 6), np.int64), q, k, v, dout, 1.0)
+    assert (got[1] == -torch.inf).all() and all((x == 0).all() for x in (got[0], *got[2:]))
+
+
+@pytest.mark.parametrize("kernel", BACKENDS.values(), ids=BACKENDS.keys())
+def test_lse_is_a_natural_logarithm(kernel):
+    q, k, v, _ = tensors(1, 3, 1, 1)
+    handle = kernel.prepare(np.array([[0, 1, 0, 3, -bands.NO_LIMIT, bands.NO_LIMIT]]), 1, 3, CPU)
+    _, lse = kernel.forward(handle, q, k, v, 0.5)
+    assert torch.allclose(lse[0, 0].exp(), (0.5 * (k[:, 0] @ q[0, 0])).exp().sum(), rtol=1e-14)
+
+
+@pytest.mark.parametrize("kernel", BACKENDS.values(), ids=BACKENDS.keys())
+def test_backward_takes_the_final_out_and_lse(kernel):
+    """Half of the keys at a time, with the whole's out and lse, gives the whole's gradients in two summands."""
+    q, k, v, dout = tensors(9, 9, 4, 2)
+    halves = [np.array([[0, 9, 0, 4, 0, bands.NO_LIMIT]]), np.array([[0, 9, 4, 9, 0, bands.NO_LIMIT]])]
+    want = expected(np.tril(np.ones((9, 9), bool)), q, k, v, dout, 0.3)
+    parts = [run(kernel, half, q, k, v, dout, 0.3, final=(want[0], want[1]))[2:] for half in halves]
+    for a, b, whole in zip(*parts, want[2:], strict=True):
+        assert (a + b - whole).abs().max() <= 1e-13
+
+
+@pytest.mark.parametrize("lengths", [(1, 2, 3, 5, 8, 13, 21, 34), (40,) * 12, (600, 3, 3, 520, 64, 65, 66, 1)])
+@pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_documents_batch_exactly(lengths, dtype, bound):
+    """Padding to the longest of a group, views without a copy, and documents too large to batch."""
+    cu = np.concatenate([[0], np.cumsum(lengths)])
+    tiles = np.array([[a, b, a, b, 0, bands.NO_LIMIT] for a, b in itertools.pairwise(cu)])
+    q, k, v, dout = tensors(cu[-1], cu[-1], 2, 1, dtype)
+    want = expected(mask_of(tiles, cu[-1], cu[-1]) > 0, q, k, v, dout, 0.4)
+    assert_close(run(cpu, tiles, q, k, v, dout, 0.4), want, bound)
+
+
+@pytest.mark.parametrize("length", [20, 300])
+def test_bf16_errs_no_more_than_twice_naive_bf16(length):
+    """Below 256 rows backward goes through fp32, above it does not."""
+    tiles = np.array([[a, a + length, a, a + length, 0, bands.NO_LIMIT] for a in (0, length)])
+    q, k, v, dout = tensors(2 * length, 2 * length, 2, 1, torch.bfloat16, dim=32)
+    mask = mask_of(tiles, 2 * length, 2 * length) > 0
+    want = expected(mask, q, k, v, dout, 0.2)
+    got = run(cpu, tiles, q, k, v, dout, 0.2, final=(want[0].bfloat16(), want[1].float()))
+    ql, kl, vl = (x.clone().requires_grad_() for x in (q, k, v))
+    scores = (ql.transpose(0, 1) @ kl.expand(-1, 2, -1).permute(1, 2, 0) * 0.2).masked_fill(
+        ~torch.from_numpy(mask), -torch.inf
+    )
+    naive = (scores.softmax(-1) @ vl.expand(-1, 2, -1).transpose(0, 1)).transpose(0, 1)
+    plain = [naive.detach(), *torch.autograd.grad(naive, (ql, kl, vl), dout)]
+    for ours, exact, theirs in zip([got[0], *got[2:]], [want[0], *want[2:]], plain, strict=True):
+        rounding = (exact.bfloat16() - exact).abs().max()
+        assert (ours - exact).abs().max() <= 2 * (theirs - exact).abs().max() + rounding
+
+
+def test_strided_operands_are_read_right():
+    """K and V of a received buffer are two halves of [rows, 2, heads, dim]; heads may be a slice of more."""
+    q, k, v, dout = tensors(40, 40, 2, 1)
+    kv, wide = torch.stack((k, v), 1), torch.cat((q, q), 1)
+    tiles = np.array([[0, 40, 0, 40, 0, bands.NO_LIMIT]])
+    strided = run(cpu, tiles, wide[:, :2], kv[:, 0], kv[:, 1], dout, 0.3)
+    assert_close(strided, run(cpu, tiles, q, k, v, dout, 0.3), 0)
+
+
+# ---- Merging. ----
+
+
+def test_merging_nothing_with_nothing_stays_nothing():
+    out, lse = torch.zeros(2, 1, 3), torch.full((2, 1), -torch.inf)
+    merge_(out, lse, slice(0, 2), torch.zeros(2, 1, 3), torch.tensor([[-torch.inf], [2.0]]))
+    assert torch.equal(lse, torch.tensor([[-torch.inf], [2.0]])) and (out == 0).all()
+    merge_(out, lse, slice(0, 2), torch.ones(2, 1, 3), torch.tensor([[-torch.inf], [-torch.inf]]))
+    assert torch.equal(lse, torch.tensor([[-torch.inf], [2.0]])) and (out == 0).all()
+
+
+@pytest.mark.parametrize("gap", [-2000.0, -200.0, 0.0, 200.0, 2000.0])
+@pytest.mark.parametrize("rows", [slice(0, 1), torch.tensor([0])])
+def test_lse_far_apart_merges_finitely(gap, rows):
+    out, lse = torch.ones(1, 1, 2), torch.zeros(1, 1)
+    merge_(out, lse, rows, torch.full((1, 1, 2), 3.0), torch.full((1, 1), gap))
+    weight = 1 / (1 + np.exp(-gap)) if gap > -700 else 0.0
+    assert torch.allclose(out, torch.full((1, 1, 2), 1 + 2 * weight)) and lse.isfinite().all()
+
+
+def test_nan_is_not_hidden():
+    out, lse = torch.ones(1, 1, 2), torch.zeros(1, 1)
+    merge_(out, lse, slice(0, 1), torch.ones(1, 1, 2), torch.full((1, 1), torch.nan))
+    assert lse.isnan().all()
+
+
+def test_rows_are_slices_where_they_can_be():
+    assert rows_of(np.array([3, 4, 5]), CPU) == slice(3, 6) and rows_of(np.array([], np.int64), CPU) == slice(0, 0)
+    for index in ([3, 5], [4, 3], [1, 1], [0, 2, 1, 3]):
+        rows = rows_of(np.array(index), CPU)
+        assert take(torch.arange(9), rows).tolist() == index and not isinstance(rows, slice)
+
+
+# ---- Grouping. ----
+
+
+@PROMISE
+@given(disjoint_tiles(30, 30))
+def test_every_piece_is_in_one_batch_and_no_query_row_twice_in_one(tiles):
+    pieces = bands.squares(tiles)
+    groups = batches(pieces, 30)
+    assert sorted(i for g in groups for i in g.tolist()) == list(range(len(pieces)))
+    for group in groups:
+        rows = np.concatenate([np.arange(*pieces[i, :2]) for i in group])
+        assert len(np.unique(rows)) == len(rows)
+        assert len({bool(pieces[i, 4] == bands.FULL) for i in group}) == 1
+
+
+def test_equal_documents_are_one_call_and_large_ones_go_alone():
+    tiles = np.array([[a, a + 8, a, a + 8, 0, bands.NO_LIMIT] for a in range(0, 512, 8)])
+    handle = cpu.prepare(tiles, 512, 512, CPU)
+    assert len(handle.calls) == 1 and handle.whole
+    large = np.array([[a, a + LARGE, a, a + LARGE, 1] for a in (0, LARGE)])
+    assert len(batches(large, 2 * LARGE)) == 2
+
+
+def test_layers_keep_apart_what_overlaps():
+    intervals = np.array([[0, 4], [2, 6], [6, 8], [0, 8], [0, 1]])
+    assert layers(intervals, np.zeros(5, np.int64), 8).tolist() == [0, 1, 0, 2, 3]
+    assert layers(intervals, np.arange(5), 8).tolist() == [0] * 5
+
+
+def test_a_thousand_documents_are_few_varlen_calls():
+    """Two windows (causal and full), whatever the number of documents."""
+    cu = np.arange(0, 7001, 7)
+    tiles = np.array([[a + 2, b, a, b - 1, 0, bands.NO_LIMIT] for a, b in itertools.pairwise(cu)])
+    assert len(cuda.prepare(tiles, 7000, 7000, CPU, DenseVarlen()).calls) == 2
+
+
+# ---- Choosing. ----
+
+
+def test_a_backend_is_chosen_by_device_or_by_name():
+    assert kernel_for(CPU) is cpu and kernel_for(CPU, "reference") is reference
+    assert kernel_for(torch.device("cuda")) is cuda
+    with pytest.raises(ValueError, match="needs tensors on cuda; got cpu"):
+        kernel_for(CPU, "cuda")
+    with pytest.raises(ValueError, match="cpu, cuda, reference; got kernel='fast'"):
+        kernel_for(CPU, "fast")
+    with pytest.raises(ValueError, match="No attention kernel for meta"):
+        kernel_for(torch.device("meta"))
+    assert set(KERNELS) == {"cpu", "cuda", "reference"}
+
+
+def test_cuda_says_what_it_cannot_do():
+    handle = cuda.prepare(np.array([[0, 4, 0, 4, 0, bands.NO_LIMIT]]), 4, 4, CPU, DenseVarlen())
+    with pytest.raises(ValueError, match=r"fp16 or bf16.*torch.float64 and 5"):
+        cuda.forward(handle, *tensors(4, 4, 1, 1)[:3], 1.0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA varlen attention needs a GPU")
+@pytest.mark.parametrize("heads", [(4, 2), (4, 1), (2, 2)])
+def test_cuda_varlen_is_as_good_as_bf16(heads):
+    device = torch.device("cuda")
+    lengths = (1, 2, 33, 130, 7)
+    cu = np.concatenate([[0], np.cumsum(lengths)])
+    tiles = np.array([[a, b, a, b, 0, bands.NO_LIMIT] for a, b in itertools.pairwise(cu)])
+    q, k, v, dout = tensors(cu[-1], cu[-1], *heads, torch.bfloat16, dim=64)
+    out, lse, *grads = expected(mask_of(tiles, cu[-1], cu[-1]) > 0, q, k, v, dout, 0.125)
+    handle = cuda.prepare(tiles, cu[-1], cu[-1], device)
+    on = [x.to(device) for x in (q, k, v, dout)]
+    got_out, got_lse = cuda.forward(handle, *on[:3], 0.125)
+    got = cuda.backward(handle, on[3], *on[:3], got_out, got_lse, 0.125)
+    assert (got_lse.cpu() - lse).abs().max() <= 1e-3
+    for a, b in zip((got_out, *got), (out, *grads), strict=True):
+        assert (a.cpu().double() - b).abs().max() <= 2e-2 * b.abs().max()
