@@ -5,15 +5,19 @@ pack into ``Shards`` (shard) and says how its ranks attend (attend).
 
     >>> from equipoise import recipe
     >>> recipe("wlb")
-    Recipe(name='wlb', pack='wlb', place='in_order', shard='zigzag', attend='ring')
+    Recipe(name='wlb', pack='wlb', place='vrsp', shard='zigzag', attend='ring')
     >>> recipe("static", pack="concat", attend="ulysses").name
     'static+pack=concat+attend=ulysses'
 
 | recipe | pack | place | shard | attend |
 |---|---|---|---|---|
 | ``static``: no balancing, the baseline | best fit to a fixed length | in order, shuffled | zigzag per document | ring |
-| ``wlb``: WLB-LLM without outlier queues | variable length, by workload | in order | zigzag per document | ring |
+| ``wlb``: WLB-LLM without outlier queues | variable length, by workload | VRSP | zigzag per document | ring |
 | ``vrsp``: Libra | best fit to a fixed length | VRSP | contiguous | Ulysses |
+
+WLB-LLM places its packs in order, since they are alike. Where one long document is worth several packs they are not, and
+in order is worse than no balancing at all (1.45 against 1.32 of the mean per slot, 16K packs of source code, 2 replicas);
+placed by cost they come to 1.05.
 """
 
 from __future__ import annotations
@@ -142,7 +146,7 @@ class Recipe:
 
 NAMED = {
     "static": Recipe(name="static", pack="best_fit", place="in_order", shard="zigzag", attend="ring"),
-    "wlb": Recipe(name="wlb", pack="wlb", place="in_order", shard="zigzag", attend="ring"),
+    "wlb": Recipe(name="wlb", pack="wlb", place="vrsp", shard="zigzag", attend="ring"),
     "vrsp": Recipe(name="vrsp", pack="best_fit", place="vrsp", shard="contiguous", attend="ulysses"),
 }
 
@@ -213,11 +217,17 @@ def _concat(spans: Spans, capacity: int) -> tuple[Spans, np.ndarray]:
 
 
 def _with_fillers(packs: Packs, units: np.ndarray, places: int, cp: int) -> tuple[Packs, np.ndarray]:
-    """Fill missing packs with synthetic ones: a document -1 of one token per rank that weighs nothing."""
-    missing = places - len(packs)
-    if not missing:
+    """Fill missing packs, and those of fewer tokens than ranks, up to one token per rank: every rank must have work.
+
+    The filler is a document -1 that weighs nothing.
+    """
+    tokens = np.r_[packs.tokens, np.zeros(places - len(packs), np.int64)]
+    short = np.flatnonzero(tokens < cp)
+    if not len(short):
         return packs, units
-    zero = np.zeros(missing, np.int64)
-    spans = Spans.concat([packs.spans, Spans(document=zero - 1, start=zero, stop=zero + cp, pairs=zero)])
-    offsets = np.r_[packs.offsets, packs.offsets[-1] + 1 + np.arange(missing)]
-    return Packs(spans=spans, offsets=offsets), np.r_[units, zero]
+    zero = np.zeros(len(short), np.int64)
+    fillers = Spans(document=zero - 1, start=zero, stop=cp - tokens[short], pairs=zero)
+    owner = np.r_[np.repeat(np.arange(len(packs)), np.diff(packs.offsets)), short]
+    order = np.argsort(owner, kind="stable")
+    offsets = np.r_[0, np.cumsum(np.bincount(owner, minlength=places))]
+    return Packs(spans=Spans.concat([packs.spans, fillers]).take(order), offsets=offsets), np.r_[units, zero][order]

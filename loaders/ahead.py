@@ -98,17 +98,22 @@ class Pump:
                         self._progress.notify()
                 yield value
         finally:
-            with self._progress:
-                self._stopped = True
-                self._progress.notify()
+            self._leave()
 
-    def finish(self) -> None:
-        """Wait until the thread of an iteration that was broken off has ended. RuntimeError after ``timeout`` seconds."""
+    def _leave(self) -> None:
+        with self._progress:
+            self._stopped = True
+            self._progress.notify()
+
+    def stop(self) -> None:
+        """End the iteration and wait until its thread has made the exchanges that were permitted.
+
+        RuntimeError if that takes longer than ``timeout`` seconds.
+        """
+        self._leave()
         self._thread.join(self._timeout)
         if self._thread.is_alive():
-            raise RuntimeError(
-                f"the last iteration's thread did not end within {self._timeout:g} s: another rank is stuck"
-            )
+            raise RuntimeError(f"the iteration's thread did not end within {self._timeout:g} s: another rank is stuck")
 
     def _run(self) -> None:
         try:

@@ -142,7 +142,7 @@ class _Segments:
         for name, values in rows.items():
             if all(isinstance(value, np.ndarray) for value in values):
                 self._check_aligned(name, values, rows["input_ids"])
-                out[name] = self._cut(values, 0)
+                out[name] = self._cut(values)
             elif any(isinstance(value, np.ndarray) for value in values):
                 raise ValueError(f"column {name!r} holds arrays for some documents and single values for others")
             else:
@@ -160,7 +160,7 @@ class _Segments:
             return out, None, behind
         cut = out.pop("labels")
         labels = np.full(len(cut), IGNORE, np.int64)
-        if not self.filler.any() and len(cut):
+        if len(cut):
             labels[:-1] = cut[1:]
             labels[np.cumsum(self.tokens) - 1] = behind
         return out, labels, behind
@@ -173,17 +173,20 @@ class _Segments:
                     f"{self.numbers[at]} it has shape {value.shape} beside {len(tokens)} tokens"
                 )
 
-    def _cut(self, values: list[np.ndarray], fill: int) -> np.ndarray:
+    def _cut(self, values: list[np.ndarray]) -> np.ndarray:
+        """The values of this rank's tokens; zeros for a filler's."""
+        nothing = np.zeros(int(self.tokens.max(initial=0)) if self.filler.any() else 0, values[0].dtype)
         pieces = [
-            values[document][begin : begin + tokens]
-            for document, begin, tokens in zip(
-                self.document.tolist(), self.begin.tolist(), self.tokens.tolist(), strict=True
+            nothing[:tokens] if filler else values[document][begin : begin + tokens]
+            for document, begin, tokens, filler in zip(
+                self.document.tolist(),
+                self.begin.tolist(),
+                self.tokens.tolist(),
+                self.filler[self.document].tolist(),
+                strict=True,
             )
         ]
-        if self.filler.any():
-            dtype = values[0].dtype
-            pieces = [np.full(n, fill, dtype) for n in self.tokens.tolist()]  # a filler is alone in its pack
-        return np.concatenate(pieces) if pieces else np.zeros(0, values[0].dtype)
+        return np.concatenate(pieces) if pieces else nothing
 
     def _behind(self, values: list[np.ndarray]) -> np.ndarray:
         """int64[s]: the value behind each segment in its document; -100 behind a document's last and in fillers."""

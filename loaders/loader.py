@@ -52,7 +52,8 @@ class BalancedLoader:
         num_workers, prefetch_factor, pin_memory, timeout: torch ``DataLoader``'s; ``timeout`` bounds every wait, seconds.
         ahead: micro-batches that the background thread may hold ready.
         check_every: the plan's digest is compared across ranks at the first step and every so many.
-        group: a CPU (gloo) process group over the dp x cp ranks; default: made here if torch.distributed runs.
+        group: a CPU (gloo) process group over the dp x cp ranks that nothing else uses; default: made here if
+            torch.distributed runs.
         slots, sync, seed, shuffle, last, too_long, evaluation, cost: see ``BalancedBatchSampler``.
         restart_positions: pieces of a split document count positions from 0.
     """
@@ -166,8 +167,7 @@ class BalancedLoader:
             self.set_epoch(self.epoch + 1)
         elif not self._resumed:
             self.set_epoch(self.epoch)
-        if self._pump is not None:
-            self._pump.finish()
+        self.close()
         self.sampler.load_state_dict(self._state)
         self._resumed = False
         self._pump = Pump(self._loader, agreement=self._agreement, ahead=self._ahead, timeout=self._timeout)
@@ -188,6 +188,12 @@ class BalancedLoader:
                     f"step {batch.step} of epoch {batch.epoch} was left before the last of its {batch.num_slots} "
                     f"micro-batches; read each step to its end"
                 )
+
+    def close(self) -> None:
+        """End the background thread of an iteration that was broken off; the loader can be iterated again."""
+        if self._pump is not None:
+            self._pump.stop()
+            self._pump = None
 
     def state_dict(self) -> dict:
         """Where training stands: behind the last micro-batch that was yielded. Small, global, plain JSON."""

@@ -141,6 +141,7 @@ class StepPlan:
         assert (np.diff(self.packs.offsets) > 0).all(), f"{name}: an empty pack"
         assert self.cp_size.sum() == self.grid.size, f"{name}: {self.cp_size.sum()} runs for {self.grid.size} places"
         assert (self.grid >= 0).all(), f"{name}: ranks {np.flatnonzero((self.grid < 0).any(1))} idle in a slot"
+        assert (self.packs.tokens >= self.cp_size).all(), f"{name}: fewer tokens than ranks"
         filler = self.packs.spans.document < 0
         assert (self.packs.spans.pairs[filler] == 0).all() and (self.span_cost[filler] == 0).all(), f"{name}: filler"
         if window is not None:

@@ -11,7 +11,7 @@ RECIPES = [
     recipe("static", pack="concat"),
     recipe("wlb"),
     recipe("vrsp"),
-    recipe("wlb", place="vrsp", shard="zigzag_sequence"),
+    recipe("wlb", place="in_order", shard="zigzag_sequence"),
     recipe("static", pack="concat", place="vrsp", shard="contiguous"),
 ]
 

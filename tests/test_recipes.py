@@ -60,7 +60,7 @@ def test_every_plan_keeps_its_promises(data: st.DataObject, lengths: list[int], 
         assert loads.cost.shape == (cluster["dp"] * cluster["cp"], plan.num_slots)
         assert (loads.tokens >= 1).all()
         filler = plan.packs.spans.document < 0
-        assert (plan.packs.spans.tokens[filler] == cluster["cp"]).all()
+        assert (plan.packs.spans.tokens[filler] <= cluster["cp"]).all()
         if "packs_per_step" in size:
             assert plan.num_slots * cluster["dp"] == size["packs_per_step"]
         for document, tokens in zip(plan.packs.spans.document, plan.packs.spans.tokens, strict=True):
@@ -183,8 +183,7 @@ def test_balanced_recipes_balance() -> None:
     assert imbalance("static", "slot") > 1.3
     assert imbalance("vrsp", "slot") < 1.05
     assert imbalance("vrsp", "step") < 1.01 < imbalance("static", "step")
-    assert imbalance("wlb", "slot") < imbalance("static", "slot")
-    assert imbalance("wlb", "slot", place="vrsp") < 1.05
+    assert imbalance("wlb", "slot") < 1.05
 
 
 def test_concat_fills_every_pack_but_the_last() -> None:
@@ -208,7 +207,7 @@ def test_mixes_are_checked_by_naming_both_halves() -> None:
             [5], recipe("static", shard="whole", attend="none"), dp=1, cp=2, max_tokens_per_rank=8, documents_per_step=1
         )
     assert recipe("static", pack="best_fit") == recipe("static")
-    assert recipe("wlb", place="vrsp").name == "wlb+place=vrsp"
+    assert recipe("wlb", place="in_order").name == "wlb+place=in_order"
 
 
 def test_fixed_slots_that_cannot_hold_a_step_say_what_would() -> None:

@@ -46,7 +46,7 @@ SHAPES = {
 def test_rows_equal_those_of_datasets(shape: str) -> None:
     dataset = SHAPES[shape]()
     planned = pickle.loads(pickle.dumps(PlannedDataset(dataset)))
-    order = list(range(len(dataset)))[::-1] + [0]
+    order = [*reversed(range(len(dataset))), 0]
     rows = planned.rows(order)
     for name, values in rows.items():
         for document, value in zip(order, values, strict=True):

@@ -172,8 +172,9 @@ def test_an_error_in_the_dataset_reaches_the_trainer_and_ends_the_thread() -> No
     loader = make(Bad(), lengths=Lengths.from_array(np.full(4, 2)), documents_per_step=4)
     with pytest.raises(OSError, match="disk gone"):
         list(loader)
-    loader._pump.finish()
-    assert not loader._pump._thread.is_alive()
+    pump = loader._pump
+    loader.close()
+    assert not pump._thread.is_alive() and loader._pump is None
 
 
 def test_breaking_off_leaves_no_thread_and_the_next_iteration_starts_over() -> None:
@@ -182,8 +183,9 @@ def test_breaking_off_leaves_no_thread_and_the_next_iteration_starts_over() -> N
         for batch in loader:
             assert content(batch)[:3] == (0, 0, 0)
             break
-    loader._pump.finish()
-    assert not loader._pump._thread.is_alive()
+    pump = loader._pump
+    loader.close()
+    assert not pump._thread.is_alive() and loader._pump is None
 
 
 def test_unknown_targets_are_summed_over_the_step_and_survive_a_stop() -> None:
