@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..bands import FLIPPED, FULL, Int64, squares
-from .contract import Rows, add_, merge_, rows_of, sum_dtype, take
+from .contract import Rows, add_, merge_, put_, rows_of, sum_dtype, take
 from .grouping import batches, touched
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -43,10 +43,21 @@ class Side:
     """Which of the B · length are no padding; None: all."""
     pads: Tensor | None
     """Which are padding."""
+    first: bool
+    """Whether no earlier call touches these rows."""
+
+    @property
+    def copied(self) -> bool:
+        """Whether results are copied to where they go, rather than added to what is there."""
+        return self.first and isinstance(self.target, slice)
 
     def read(self, x: Tensor) -> Tensor:
         """[rows, heads, D] → [B, heads, length, D], a view where rows lie side by side."""
         return take(x, self.source).unflatten(0, (-1, self.length)).transpose(1, 2)
+
+    def write(self, x: Tensor, part: Tensor) -> None:
+        """Bring gradients [B · length, heads, D] to their rows."""
+        (put_ if self.copied else add_)(x, self.target, part)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,10 +69,8 @@ class Call:
     k: Side
     mask: Tensor | None
     """[B, 1, 1, M] fp32, -inf on padded keys; None: no padded key is visible."""
-    first: bool
-    """Whether no earlier call touches its query rows."""
     q_real: Rows
-    """The touched rows among q's, padding left out."""
+    """The target of q's rows, padding left out."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,8 +83,12 @@ class CpuHandle:
     num_k: int
     whole: bool
     """Whether the one call's results are the handle's results as they are."""
-    q_once: bool
-    """Whether no query row is in two calls."""
+
+    def new(self, like: Tensor, side: str, dtype: torch.dtype) -> Tensor:
+        """For results of all touched rows of a side, [rows, heads, D]: zeros, unless all of them will be copied."""
+        rows = self.num_q if side == "q" else self.num_k
+        make = torch.empty if all(getattr(call, side).copied for call in self.calls) else torch.zeros
+        return make((rows, *like.shape[1:]), dtype=dtype, device=like.device)
 
 
 def prepare(tiles: Int64, num_q: int, num_k: int, device: torch.device) -> CpuHandle:
@@ -83,25 +96,22 @@ def prepare(tiles: Int64, num_q: int, num_k: int, device: torch.device) -> CpuHa
     pieces = squares(tiles)
     q_touched, q_place = touched(pieces[:, 0], pieces[:, 1], num_q)
     k_touched, k_place = touched(pieces[:, 2], pieces[:, 3], num_k)
-    calls, seen = [], np.zeros(num_q, bool)
+    calls, seen = [], (np.zeros(num_q, bool), np.zeros(num_k, bool))
     for group in batches(pieces, num_q):
         p = pieces[group]
         flipped = p[:, 4] == FLIPPED
-        q, q_source = _side(p[:, 0], p[:, 1], flipped, q_place, device)
-        k, _ = _side(p[:, 2], p[:, 3], flipped, k_place, device)
+        q, q_source = _side(p[:, 0], p[:, 1], flipped, q_place, seen[0], device)
+        k, _ = _side(p[:, 2], p[:, 3], flipped, k_place, seen[1], device)
         causal = bool(p[0, 4] != FULL)
-        real = q_source if q.real is None else q_source[q.real.numpy()]
         calls.append(
             Call(
                 causal=causal,
                 q=q,
                 k=k,
                 mask=None if causal or k.real is None else _key_mask(p[:, 3] - p[:, 2], k.length),
-                first=not seen[real].any(),
-                q_real=q.target if q.real is None else rows_of(q_place[real], device),
+                q_real=q.target if q.real is None else rows_of(q_place[q_source[q.real.numpy()]], device),
             )
         )
-        seen[real] = True
     return CpuHandle(
         calls=calls,
         q_rows=rows_of(q_touched, device),
@@ -109,7 +119,6 @@ def prepare(tiles: Int64, num_q: int, num_k: int, device: torch.device) -> CpuHa
         num_q=len(q_touched),
         num_k=len(k_touched),
         whole=len(calls) == 1 and all(isinstance(side.source, slice) for side in (calls[0].q, calls[0].k)),
-        q_once=all(call.first for call in calls),
     )
 
 
@@ -117,7 +126,8 @@ def forward(handle: CpuHandle, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scal
     """→ out [t, H, D], lse [H, t] of handle.q_rows."""
     dtype = q_THD.dtype
     if not handle.whole:
-        out = q_THD.new_zeros((handle.num_q, *q_THD.shape[1:]), dtype=dtype if handle.q_once else sum_dtype(dtype))
+        once = all(call.q.first for call in handle.calls)
+        out = handle.new(q_THD, "q", dtype if once else sum_dtype(dtype))
         lse_TH = q_THD.new_full((handle.num_q, q_THD.shape[1]), -torch.inf, dtype=sum_dtype(dtype))
     for call in handle.calls:
         mask = None if call.mask is None else call.mask.to(dtype)
@@ -129,9 +139,9 @@ def forward(handle: CpuHandle, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scal
             return part, part_lse.transpose(0, 1)
         if call.q.real is not None:
             part, part_lse = part.index_select(0, call.q.real), part_lse.index_select(0, call.q.real)
-        if call.first:
-            add_(out, call.q_real, part)
-            _set(lse_TH, call.q_real, part_lse)
+        if call.q.first:
+            (put_ if call.q.copied else add_)(out, call.q_real, part)
+            put_(lse_TH, call.q_real, part_lse)
         else:
             merge_(out, lse_TH, call.q_real, part, part_lse)
     return out, lse_TH.transpose(0, 1)
@@ -150,8 +160,8 @@ def backward(
     """→ dq [t, H, D] of handle.q_rows, dk and dv [s, K, D] of handle.k_rows."""
     dtype = sum_dtype(q_THD.dtype)
     if not handle.whole:
-        dq = q_THD.new_zeros((handle.num_q, *q_THD.shape[1:]), dtype=dtype)
-        dk, dv = (k_SKD.new_zeros((handle.num_k, *k_SKD.shape[1:]), dtype=dtype) for _ in range(2))
+        dq = handle.new(q_THD, "q", dtype)
+        dk, dv = handle.new(k_SKD, "k", dtype), handle.new(k_SKD, "k", dtype)
     for call in handle.calls:
         operands = [call.q.read(dout_THD), call.q.read(q_THD), call.k.read(k_SKD), call.k.read(v_SKD)]
         operands.append(call.q.read(out_THD))
@@ -166,14 +176,16 @@ def backward(
         dq_part, dk_part, dv_part = (g.transpose(1, 2).flatten(0, 1) for g in grads)
         if handle.whole:
             return dq_part, dk_part, dv_part
-        add_(dq, call.q.target, dq_part)
-        add_(dk, call.k.target, dk_part)
-        add_(dv, call.k.target, dv_part)
+        call.q.write(dq, dq_part)
+        call.k.write(dk, dk_part)
+        call.k.write(dv, dv_part)
     return dq, dk, dv
 
 
-def _side(start: Int64, stop: Int64, flipped: np.ndarray, place: Int64, device: torch.device) -> tuple[Side, Int64]:
-    """One side of a call over the intervals, and its rows as a numpy index."""
+def _side(
+    start: Int64, stop: Int64, flipped: np.ndarray, place: Int64, seen: np.ndarray, device: torch.device
+) -> tuple[Side, Int64]:
+    """One side of a call over the intervals, and its rows as a numpy index. Marks them as seen."""
     lengths = stop - start
     length = int(lengths.max())
     step = np.minimum(np.arange(length), lengths[:, None] - 1)
@@ -186,17 +198,12 @@ def _side(start: Int64, stop: Int64, flipped: np.ndarray, place: Int64, device: 
         target=rows_of(place[index], device),
         real=torch.from_numpy(np.flatnonzero(~padding)) if padded else None,
         pads=torch.from_numpy(np.flatnonzero(padding)) if padded else None,
+        first=not seen[index].any(),
     )
+    seen[index] = True
     return side, index
 
 
 def _key_mask(lengths: Int64, length: int) -> Tensor:
     hidden = torch.from_numpy(np.arange(length) >= lengths[:, None])
     return torch.zeros(len(lengths), 1, 1, length).masked_fill_(hidden[:, None, None], -torch.inf)
-
-
-def _set(lse_TH: Tensor, rows: Rows, part: Tensor) -> None:
-    if isinstance(rows, slice):
-        lse_TH[rows] = part
-    else:
-        lse_TH.index_copy_(0, rows, part)

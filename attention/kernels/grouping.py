@@ -17,9 +17,9 @@ from numba import njit
 
 from ..bands import FULL, Int64
 
-LARGE = 512
+LARGE = 256
 """From this length on batching gains nothing and copies cost."""
-WASTE = 4096
+WASTE = 1024
 """Padded (query, key) pairs that take about as long as one more call, forward and backward, at 8 heads of 64."""
 
 
