@@ -17,10 +17,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from datasets import Dataset, load_from_disk
+from equipoise import BalancedLoader, recipe
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening
-
-from equipoise import BalancedLoader, recipe
 
 MAX_TOKENS = 65536
 
@@ -30,7 +29,7 @@ def corpus(documents: int, path: str) -> Dataset:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(6.2, 1.2, documents), 8, MAX_TOKENS).astype(int)
 
-    def rows():  # noqa: ANN202
+    def rows():
         for tokens in lengths:
             yield {"input_ids": rng.integers(0, 50_000, tokens)}
 

@@ -1,0 +1,122 @@
+"""What ranks tell each other ahead of training: plans compared, targets summed, and no rank left waiting."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from equipoise import BalancedLoader, recipe
+from torch.distributed.device_mesh import init_device_mesh
+
+LENGTHS = np.random.default_rng(0).integers(1, 40, 60)
+ROWS = [{"input_ids": np.arange(n), "labels": np.where(np.arange(n) % 3, np.arange(n), -100)} for n in LENGTHS]
+TARGETS = [int((row["labels"][1:] != -100).sum()) for row in ROWS]
+
+
+def make(rank: int, world: int, **options) -> BalancedLoader:
+    defaults = {
+        "max_tokens_per_rank": 48,
+        "documents_per_step": 16,
+        "dp": world // 2,
+        "cp": 2,
+        "rank": rank,
+        "timeout": 20,
+    }
+    return BalancedLoader(ROWS, recipe("vrsp", attend="none"), **{**defaults, **options})
+
+
+def read(rank: int, world: int, num_workers: int) -> list[tuple]:
+    """Two epochs: (epoch, step, targets told, targets here, documents)."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # ranks here may have workers
+    loader = make(rank, world, num_workers=num_workers)
+    return [
+        (b.epoch, b.step, b.num_targets_step, b.num_targets, b.documents.tolist()) for _ in range(2) for b in loader
+    ]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_targets_are_summed_over_all_ranks_and_slots(ranks, num_workers: int) -> None:
+    rows = [row for rank in ranks.run(read, 4, num_workers) for row in rank]
+    for epoch, step in {row[:2] for row in rows}:
+        held = [row for row in rows if row[:2] == (epoch, step)]
+        documents = {document for row in held for document in row[4] if document >= 0}
+        assert (
+            {row[2] for row in held}
+            == {sum(TARGETS[document] for document in documents)}
+            == {sum(row[3] for row in held)}
+        )
+
+
+def broken_off(rank: int, world: int) -> list:
+    """Iterations left after 0, 1, 2 … micro-batches, alike on all ranks, then a whole epoch."""
+    loader = make(rank, world, ahead=1)
+    seen = []
+    for stop in range(6):
+        loader.set_epoch(0)
+        for at, batch in enumerate(loader):
+            seen.append((batch.step, batch.slot, batch.num_targets_step))
+            if at == stop:
+                break
+    loader.set_epoch(0)
+    return [seen, [(batch.step, batch.slot, batch.num_targets_step) for batch in loader]]
+
+
+def test_ranks_stay_in_step_when_training_breaks_off(ranks) -> None:
+    """A rank that ran ahead into an exchange must find the others there; the next iteration's sums are right."""
+    results = ranks.run(broken_off, 4)
+    assert all(result == results[0] for result in results)
+    seen, whole = results[0]
+    assert seen == [row for stop in range(6) for row in whole[: stop + 1]]
+
+
+def other_seed(rank: int, world: int, key: str) -> str:
+    try:
+        list(make(rank, world, **{key: 1 if rank == 2 else 0}))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_with_another_plan_is_found_on_all_ranks(ranks) -> None:
+    told = ranks.run(other_seed, 4, "seed")
+    assert len(set(told)) == 1 and "ranks [2] planned step 0 of epoch 0 otherwise than rank 0" in told[0]
+
+
+def on_mesh(rank: int, world: int) -> tuple:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "tp", "cp"))
+    loader = BalancedLoader(
+        ROWS, recipe("vrsp", attend="none"), mesh=mesh, max_tokens_per_rank=48, documents_per_step=16, timeout=20
+    )
+    batch = next(iter(loader))
+    loader.close()
+    return batch.documents.tolist(), batch.cp_rank, batch.num_targets_step, dist.get_rank()
+
+
+def test_a_mesh_gives_tp_peers_the_same_batches(ranks) -> None:
+    """Axes dp, tp, cp: ranks that differ only in tp get the same pack and shard; targets are not counted twice."""
+    told = ranks.run(on_mesh, 8)
+    for first, second in ((0, 2), (1, 3), (4, 6), (5, 7)):
+        assert told[first][:3] == told[second][:3]
+    assert told[0][0] == told[1][0] != told[4][0]
+    assert [row[1] for row in told] == [0, 1] * 4
+
+
+def mesh_errors(rank: int, world: int) -> list[str]:
+    errors = []
+    for mesh, options in (
+        (init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), {}),
+        (init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), {"dp": 2}),
+    ):
+        try:
+            BalancedLoader(ROWS, recipe("static"), mesh=mesh, max_tokens_per_rank=48, documents_per_step=16, **options)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_mesh_without_our_axes_is_refused(ranks) -> None:
+    first, second = ranks.run(mesh_errors, 2)[0]
+    assert "needs an axis named 'dp' or 'cp'; it has ('tp',)" in first
+    assert "give mesh= or dp=, cp=, rank=, not both" in second
