@@ -23,9 +23,8 @@ first use and serve all layers.
 # T query rows at home, S key rows of a buffer, H query heads, K key heads, D head dim.
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,13 +32,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .groups import CpGroups
-from .kernels.contract import Kernel, Rows, add_, covers, kernel_for, merge_, rows_of, sum_dtype, take
+from .kernels.contract import Kernel, Rows, add_, covers, kernel_for, merge_, sum_dtype, take
 from .plan import AttentionPlan
-from .program import Cargo, lower
+from .program import lower
+from .transport import Freight, Journey, Pair, Travelling
 from .ulysses import UlyssesPlan, attend_ulysses
-
-Pair: TypeAlias = tuple[Tensor, Tensor]
-"""K and V, or dK and dV."""
 
 
 def attend(
@@ -62,7 +59,7 @@ def attend(
     Raises ValueError, before anything is sent, if tensors do not fit the plan, each other or the groups.
     """
     index = _index(plan, groups)
-    _validate(int(plan.local_tokens()[index]), q_THD, k_TKD, v_TKD)
+    _validate(plan.tokens_of(index), q_THD, k_TKD, v_TKD)
     backend = kernel_for(q_THD.device, kernel)
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
     group = groups[plan.ranks]
@@ -102,61 +99,11 @@ def _validate(tokens: int, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Freight:
-    """A Cargo with its rows on the device."""
-
-    picks: list[tuple[int, Rows]]
-    order: Tensor | None
-    send_splits: list[int]
-    receive_splits: list[int]
-    landing: list[Rows]
-
-    @staticmethod
-    def of(cargo: Cargo | None, device: torch.device) -> _Freight | None:
-        if cargo is None:
-            return None
-        return _Freight(
-            picks=[(buffer, rows_of(rows, device)) for buffer, rows in cargo.picks],
-            order=None if cargo.order is None else torch.from_numpy(cargo.order).to(device),
-            send_splits=cargo.send_splits,
-            receive_splits=cargo.receive_splits,
-            landing=[rows_of(rows, device) for rows in cargo.landing],
-        )
-
-    def send(self, pairs: Callable[[int], Pair], dtype: torch.dtype, group: dist.ProcessGroup | None) -> _Travelling:
-        """Start the exchange. pairs: two tensors [S, K, D] by buffer (0 is always there), sent as [rows, 2, K, D]."""
-        parts = [torch.stack([take(x, rows).to(dtype) for x in pairs(buffer)], dim=1) for buffer, rows in self.picks]
-        if not parts:
-            parts = [torch.stack([x[:0].to(dtype) for x in pairs(0)], dim=1)]
-        sent = parts[0] if len(parts) == 1 else torch.cat(parts)
-        sent = sent if self.order is None else sent.index_select(0, self.order)
-        received = sent.new_empty((sum(self.receive_splits), *sent.shape[1:]))
-        work = dist.all_to_all_single(received, sent, self.receive_splits, self.send_splits, group=group, async_op=True)
-        return _Travelling(received=received, sent=sent, work=work, landing=self.landing, splits=self.receive_splits)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Travelling:
-    """Rows under way."""
-
-    received: Tensor
-    sent: Tensor
-    """Held until it has left."""
-    work: Any
-    landing: list[Rows]
-    splits: list[int]
-
-    def wait(self) -> Tensor:
-        self.work.wait()
-        return self.received
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class _Stage:
     tiles: list[tuple[int, Any]]
     """(buffer of the keys, kernel handle)."""
-    moves: _Freight | None
-    returns: _Freight | None
+    moves: Freight | None
+    returns: Freight | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -168,6 +115,9 @@ class _Run:
     buffer_rows: list[int]
     read_until: dict[int, int]
     """The last stage during which a received buffer is read or sent on."""
+
+    def journey(self, home: Pair, group: dist.ProcessGroup | None, kept: dict[int, Tensor] | None = None) -> Journey:
+        return Journey([stage.moves for stage in self.stages], self.read_until, home, group, kept)
 
 
 def _prepared(plan: AttentionPlan, index: int, kernel: Kernel, device: torch.device) -> _Run:
@@ -189,47 +139,16 @@ def _prepare(plan: AttentionPlan, index: int, kernel: Kernel, device: torch.devi
     stages = [
         _Stage(
             tiles=[(b, kernel.prepare(tiles, program.tokens, rows[b], device)) for b, tiles in stage.tiles],
-            moves=_Freight.of(stage.moves, device),
-            returns=_Freight.of(stage.returns, device),
+            moves=Freight.of(stage.moves, device),
+            returns=Freight.of(stage.returns, device),
         )
         for stage in program.stages
     ]
     return _Run(stages=stages, kernel=kernel, buffer_rows=rows, read_until=read_until)
 
 
-class _Journey:
-    """KV on its way through the stages of one layer: buffers as they are needed, the next one always under way."""
-
-    def __init__(
-        self, run: _Run, k: Tensor, v: Tensor, group: dist.ProcessGroup | None, kept: dict[int, Tensor] | None
-    ):
-        self.run, self.home, self.group = run, (k, v), group
-        self.received: dict[int, Tensor] = kept or {}
-        self._moving = kept is None
-        self._under_way: _Travelling | None = None
-
-    def arrive(self, stage: int) -> None:
-        """Wait for the rows of this stage, drop what is no longer read, send off the rows of the next."""
-        if not self._moving:
-            return
-        if self._under_way is not None:
-            self.received[stage] = self._under_way.wait()
-            self._under_way = None
-        self.received = {b: x for b, x in self.received.items() if self.run.read_until.get(b, -1) >= stage}
-        following = self.run.stages[stage + 1] if stage + 1 < len(self.run.stages) else None
-        if following is not None and following.moves is not None:
-            self._under_way = following.moves.send(self.keys, self.home[0].dtype, self.group)
-
-    def keys(self, buffer: int) -> Pair:
-        """K and V of a buffer, [S, K, D] each."""
-        if buffer == 0:
-            return self.home
-        k, v = self.received[buffer].unbind(1)
-        return k, v
-
-
 def _forward(
-    run: _Run, journey: _Journey, q: Tensor, scale: float, kept: dict[int, Tensor] | None
+    run: _Run, journey: Journey, q: Tensor, scale: float, kept: dict[int, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """→ out [T, H, D] in q's dtype, lse [H, T]. Fills `kept` with the received buffers that tiles read."""
     dtype, (T, H, D) = sum_dtype(q.dtype), q.shape
@@ -252,17 +171,21 @@ def _forward(
 
 
 def _backward(
-    run: _Run, journey: _Journey, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float
+    run: _Run, journey: Journey, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """→ dq, dk, dv of the rows at home."""
     dtype, k_home = sum_dtype(q.dtype), journey.home[0]
     dq: Tensor | None = None
     grads: dict[int, Pair] = {}
-    coming: _Travelling | None = None
+    coming: Travelling | None = None
+    empty = k_home.new_empty((0, 2, *k_home.shape[1:]), dtype=dtype)
 
     def gradients(buffer: int) -> Pair:
         shape = (run.buffer_rows[buffer], *k_home.shape[1:])
         return grads.get(buffer) or (k_home.new_zeros(shape, dtype=dtype), k_home.new_zeros(shape, dtype=dtype))
+
+    def pick(buffer: int, rows: Rows) -> Tensor:
+        return torch.stack([take(x, rows).to(dtype) for x in gradients(buffer)], dim=1)
 
     for s, stage in enumerate(run.stages):
         journey.arrive(s)
@@ -274,10 +197,10 @@ def _backward(
             dk, dv = (_plus(x, rows, handle.k_rows, part, dtype) for x, part in zip(before, parts, strict=True))
             grads[buffer] = (dk, dv)
         if coming is not None:
-            grads[0] = _landed(gradients(0), coming)
-        coming = None if stage.returns is None else stage.returns.send(gradients, dtype, journey.group)
+            grads[0] = coming.land(gradients(0))
+        coming = None if stage.returns is None else stage.returns.send(pick, empty, journey.group)
     if coming is not None:
-        grads[0] = _landed(gradients(0), coming)
+        grads[0] = coming.land(gradients(0))
     dk, dv = gradients(0)
     return torch.zeros_like(q) if dq is None else dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
@@ -291,23 +214,12 @@ def _plus(total: Tensor | None, count: int, rows: Rows, part: Tensor, dtype: tor
     return total
 
 
-def _landed(home: Pair, coming: _Travelling) -> Pair:
-    """Gradients at home with those that come back added, sender by sender."""
-    dtype = coming.received.dtype
-    dk, dv = (x.to(dtype) for x in home)
-    for rows, part in zip(coming.landing, coming.wait().split(coming.splits), strict=True):
-        if len(part):
-            add_(dk, rows, part[:, 0])
-            add_(dv, rows, part[:, 1])
-    return dk, dv
-
-
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, run, group, scale, keep):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         kept: dict[int, Tensor] | None = {} if keep else None
-        out, lse = _forward(run, _Journey(run, k, v, group, None), q, scale, kept)
+        out, lse = _forward(run, run.journey((k, v), group), q, scale, kept)
         ctx.save_for_backward(q, k, v, out, lse, *(kept or {}).values())
         ctx.kept = None if kept is None else list(kept)
         ctx.run, ctx.group, ctx.scale = run, group, scale
@@ -318,6 +230,6 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, out, lse, *buffers = ctx.saved_tensors
         kept = None if ctx.kept is None else dict(zip(ctx.kept, buffers, strict=True))
-        journey = _Journey(ctx.run, k, v, ctx.group, kept)
+        journey = ctx.run.journey((k, v), ctx.group, kept)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         return *_backward(ctx.run, journey, dout, q, out, lse, ctx.scale), None, None, None, None

@@ -83,10 +83,10 @@ class AttentionPlan:
         """(start, stop) of what `rank` holds, in the order it holds them, int64[n, 2]."""
         return self.home[self.home_offsets[rank] : self.home_offsets[rank + 1]]
 
-    def local_tokens(self) -> Int64:
-        """Tokens each rank holds, int64[P]."""
-        ends = np.concatenate([[0], np.cumsum(self.home[:, 1] - self.home[:, 0])])
-        return np.diff(ends[self.home_offsets])
+    def tokens_of(self, rank: int) -> int:
+        """How many tokens `rank` holds."""
+        home = self.home_of(rank)
+        return int((home[:, 1] - home[:, 0]).sum())
 
     def check(self, cu_seqlens: npt.ArrayLike) -> None:
         """Prove the plan for causal attention within each document of `cu_seqlens`, or raise ValueError saying where it fails.

@@ -57,24 +57,23 @@ class UlyssesPlan:
         """Length of the pack."""
         return len(self.positions)
 
-    def local_tokens(self) -> Int64:
-        """Tokens each rank holds, int64[P]."""
-        return np.diff(self.home_offsets)
+    def tokens_of(self, rank: int) -> int:
+        """How many tokens `rank` holds."""
+        return int(self.home_offsets[rank + 1] - self.home_offsets[rank])
 
     def bytes_sent(self, heads: int, kv_heads: int, dim: int, itemsize: int) -> Int64:
         """What each rank sends to others in forward, q, k, v and out, in bytes, int64[P]. Backward sends as much in all."""
         shares = [_share(i, len(self.ranks), heads, kv_heads) for i in range(len(self.ranks))]
         width = np.array([s.q1 - s.q0 + 2 * (s.k1 - s.k0) for s in shares])
         own = np.array([s.q1 - s.q0 for s in shares])
-        local = self.local_tokens()
+        local = np.diff(self.home_offsets)
         values = local * (width.sum() - width) + own * (self.tokens - local)
         return values * dim * itemsize
 
     def describe(self) -> str:
-        held = self.local_tokens()[self.rank]
         return (
             f"UlyssesPlan over {len(self.ranks)} ranks, {self.tokens} tokens in {len(self.cu_seqlens) - 1} documents: "
-            f"rank {self.rank} holds {held}"
+            f"rank {self.rank} holds {self.tokens_of(self.rank)}"
         )
 
     def __str__(self) -> str:
@@ -187,7 +186,7 @@ def _prepare(
         kernel=kernel,
         handle=kernel.prepare(tiles[stop > start], plan.tokens, plan.tokens, device),
         index=plan.rank,
-        tokens=plan.local_tokens().tolist(),
+        tokens=np.diff(plan.home_offsets).tolist(),
         to_pack=rows_of(np.argsort(plan.positions), device),
         to_ranks=rows_of(plan.positions, device),
         shares=shares,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from equipoise.attention.bands import CAUSAL, FULL, NO_LIMIT
+from equipoise.attention.plan import AttentionPlan
 from equipoise.packing.shards import Shards, contiguous, zigzag
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -75,3 +78,24 @@ def sharded(draw: st.DrawFn, largest: int = 40) -> Shards:
     cu_seqlens, cp = np.concatenate([[0], np.cumsum(lengths)]), draw(st.integers(1, 12))
     layout = draw(st.sampled_from(["contiguous", "document", "sequence"]))
     return contiguous(cu_seqlens, cp) if layout == "contiguous" else zigzag(cu_seqlens, cp, per=layout)
+
+
+def staggered(plan: AttentionPlan) -> AttentionPlan:
+    """A full ring in another order: half of what arrives in stage 1 comes a stage later, all the rest then too.
+
+    So rows are sent on from several buffers at once, and tiles read buffers of earlier stages.
+    """
+    moves, returns, tiles = plan.moves[::-1].copy(), plan.returns[::-1].copy(), plan.tiles[::-1].copy()
+    for stages in (moves[:, 0], returns[:, 0], tiles[:, 1]):
+        stages[stages >= 1] += 1
+    early = np.flatnonzero(moves[:, 0] == 2)[::2]
+    moves[early, 0] = 1
+    return replace(plan, moves=moves, returns=returns, tiles=tiles)
+
+
+def direct(plan: AttentionPlan) -> AttentionPlan:
+    """The same tiles with all KV sent from home in stage 1: a row goes to several ranks, and comes back from them."""
+    moves, returns, tiles = plan.returns[:, [0, 1, 3, 2, 4, 5]].copy(), plan.returns.copy(), plan.tiles.copy()
+    moves[:, 0] = returns[:, 0] = 1
+    tiles[:, 1] = np.minimum(tiles[:, 1], 1)
+    return replace(plan, moves=moves, returns=returns, tiles=tiles)

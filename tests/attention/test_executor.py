@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from equipoise.attention.executor import attend
 from equipoise.attention.groups import CpGroups
+from equipoise.attention.ring import ring_plan
 
+from tests.attention.draws import direct, staggered
 from tests.attention.oracle import LAYOUTS, Case, naive, one_process, relative
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -27,11 +29,13 @@ def groups_of(dp: int, cp: int) -> CpGroups:
     return ONE_GROUP[dp, cp]
 
 
-def run_cases(rank: int, world: int, cases: list[Case]) -> list[list[torch.Tensor]]:
-    """This rank's out, dq, dk, dv of each case."""
+def run_cases(rank: int, world: int, cases: list[Case], change=None) -> list[list[torch.Tensor]]:
+    """This rank's out, dq, dk, dv of each case. change: of the whole, full ring into the plan to run."""
     results = []
     for case in cases:
         plan = case.plan(tuple(range(world)), rank)
+        if change is not None:
+            plan = change(ring_plan(case.shards(world), tuple(range(world)), skip=False))
         mine = torch.from_numpy(case.shards(world).positions(rank))
         q, k, v, dout = (x[mine] for x in case.inputs())
         q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -46,9 +50,9 @@ def gathered(case: Case, world: int, parts: list[list[torch.Tensor]]) -> list[to
     return [torch.cat(list(x))[torch.argsort(where)] for x in zip(*parts, strict=True)]
 
 
-def errors(ranks, world: int, cases: list[Case]) -> list[list[float]]:
+def errors(ranks, world: int, cases: list[Case], change=None) -> list[list[float]]:
     """Relative error of out, dq, dk, dv of each case."""
-    by_rank = ranks.run(run_cases, world, cases)
+    by_rank = ranks.run(run_cases, world, cases, change)
     return [
         [relative(got, want) for got, want in zip(gathered(case, world, list(parts)), truth(case), strict=True)]
         for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True)
@@ -81,8 +85,8 @@ def odd_lengths(cp: int) -> list[tuple[int, ...]]:
     ]
 
 
-def assert_exact(ranks, world: int, cases: list[Case], bound: float) -> None:
-    for case, got in zip(cases, errors(ranks, world, cases), strict=True):
+def assert_exact(ranks, world: int, cases: list[Case], bound: float, change=None) -> None:
+    for case, got in zip(cases, errors(ranks, world, cases, change), strict=True):
         assert max(got) <= bound, (case, dict(zip(NAMES, got, strict=True)))
 
 
@@ -101,6 +105,17 @@ def test_ulysses_is_exact(ranks, world):
         for i, (n, layout) in enumerate(zip(odd_lengths(world), layouts, strict=True))
     ]
     assert_exact(ranks, world, cases, 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_one_rank_needs_no_process_group_and_sends_nothing(kind):
+    case = Case(lengths=(7, 1, 9), kind=kind)
+    assert not dist.is_initialized()
+    q, k, v, dout = case.inputs()
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = attend(case.plan((0,), 0), q, k, v, CpGroups(1, 1))
+    got = [out, *torch.autograd.grad(out, (q, k, v), dout)]
+    assert max(relative(a.detach(), b) for a, b in zip(got, truth(case), strict=True)) <= 1e-12
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -127,6 +142,14 @@ def test_more_ranks_than_tokens(ranks):
 def test_received_kv_may_be_received_again(ranks, world):
     cases = [Case(lengths=n, keep=False, layout=LAYOUTS[i % 3]) for i, n in enumerate(odd_lengths(world))]
     assert_exact(ranks, world, cases, 1e-12)
+
+
+@pytest.mark.parametrize("change", [staggered, direct])
+@pytest.mark.parametrize("keep", [True, False])
+def test_plans_of_other_shapes_run_too(ranks, change, keep):
+    """Plans that hold the tiles of all ranks; rows sent on from several buffers, or home from several ranks at once."""
+    cases = [Case(lengths=n, layout=layout, keep=keep) for n in [(1, 2, 33, 5), (61,)] for layout in LAYOUTS]
+    assert_exact(ranks, 4, cases, 1e-12, change)
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
@@ -224,7 +247,7 @@ def complaints(rank: int, world: int) -> list[str]:
     groups = groups_of(1, world)
     case = Case(lengths=(9, 7))
     plan = case.plan(tuple(range(world)), rank)
-    n = int(plan.local_tokens()[rank])
+    n = plan.tokens_of(rank)
     q, kv = torch.randn(n, 4, 8), torch.randn(n, 2, 8)
     other = case.plan(tuple(range(world)), (rank + 1) % world)
     tries = [

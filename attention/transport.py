@@ -1,0 +1,121 @@
+"""What moves between ranks while attention is computed: KV onward, gradients home; always one exchange under way.
+
+Each stage of a plan is one all-to-all with uneven splits, which gloo and NCCL both have, zero splits included; K and V of
+a row travel side by side, [rows, 2, K, D]. Tensors that are being sent are held until they have left.
+"""
+
+# S rows of a buffer, K key heads, D head dim.
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .kernels.contract import Rows, add_, rows_of, take
+from .program import Cargo
+
+Pair: TypeAlias = tuple[Tensor, Tensor]
+"""K and V, or dK and dV, [S, K, D] each."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Freight:
+    """A Cargo with its rows on the device."""
+
+    picks: list[tuple[int, Rows]]
+    order: Tensor | None
+    send_splits: list[int]
+    receive_splits: list[int]
+    landing: list[Rows]
+
+    @staticmethod
+    def of(cargo: Cargo | None, device: torch.device) -> Freight | None:
+        if cargo is None:
+            return None
+        return Freight(
+            picks=[(buffer, rows_of(rows, device)) for buffer, rows in cargo.picks],
+            order=None if cargo.order is None else torch.from_numpy(cargo.order).to(device),
+            send_splits=cargo.send_splits,
+            receive_splits=cargo.receive_splits,
+            landing=[rows_of(rows, device) for rows in cargo.landing],
+        )
+
+    def send(self, pick: Callable[[int, Rows], Tensor], empty: Tensor, group: dist.ProcessGroup | None) -> Travelling:
+        """Start the exchange. pick: (buffer, rows) → [rows, 2, K, D]; empty: [0, 2, K, D], for who has nothing to send."""
+        parts = [pick(buffer, rows) for buffer, rows in self.picks]
+        sent = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else empty
+        sent = sent if self.order is None else sent.index_select(0, self.order)
+        received = empty.new_empty((sum(self.receive_splits), *empty.shape[1:]))
+        work = dist.all_to_all_single(received, sent, self.receive_splits, self.send_splits, group=group, async_op=True)
+        return Travelling(freight=self, received=received, sent=sent, work=work)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Travelling:
+    """Rows under way."""
+
+    freight: Freight
+    received: Tensor
+    sent: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.received
+
+    def land(self, home: Pair) -> Pair:
+        """Gradients at home with those that come back added, sender by sender."""
+        dk, dv = (x.to(self.received.dtype) for x in home)
+        for rows, part in zip(self.freight.landing, self.wait().split(self.freight.receive_splits), strict=True):
+            if len(part):
+                add_(dk, rows, part[:, 0])
+                add_(dv, rows, part[:, 1])
+        return dk, dv
+
+
+class Journey:
+    """KV on its way through the stages of one layer: buffers while they are needed, the next one always under way.
+
+    moves: the exchange before each stage. read_until: the last stage in which a received buffer is read or sent on.
+    kept: buffers received earlier, in which case nothing moves.
+    """
+
+    def __init__(
+        self,
+        moves: list[Freight | None],
+        read_until: Mapping[int, int],
+        home: Pair,
+        group: dist.ProcessGroup | None,
+        kept: dict[int, Tensor] | None = None,
+    ) -> None:
+        self.home, self.group = home, group
+        self.received: dict[int, Tensor] = kept or {}
+        self._moves = [None] * len(moves) if kept is not None else moves
+        self._read_until = read_until
+        self._under_way: Travelling | None = None
+
+    def arrive(self, stage: int) -> None:
+        """Wait for the rows of this stage, drop what is no longer read, send off the rows of the next."""
+        if self._under_way is not None:
+            self.received[stage] = self._under_way.wait()
+        self.received = {b: x for b, x in self.received.items() if self._read_until.get(b, -1) >= stage}
+        following = self._moves[stage + 1] if stage + 1 < len(self._moves) else None
+        k = self.home[0]
+        empty = k.new_empty((0, 2, *k.shape[1:]))
+        self._under_way = None if following is None else following.send(self._pick, empty, self.group)
+
+    def keys(self, buffer: int) -> Pair:
+        """K and V of a buffer."""
+        if buffer == 0:
+            return self.home
+        k, v = self.received[buffer].unbind(1)
+        return k, v
+
+    def _pick(self, buffer: int, rows: Rows) -> Tensor:
+        if buffer > 0:
+            return take(self.received[buffer], rows)
+        return torch.stack([take(x, rows) for x in self.home], dim=1)
