@@ -8,7 +8,10 @@ per item or CSR `(order, offsets)`: pack i holds items `order[offsets[i]:offsets
 - `lpt`: longest processing time first, under a hard cap on tokens and, if wanted, on items; within 4/3 of the best
   makespan without the caps.
 - `split_largest`: more packs out of too few, for ranks that must all have one.
+- `stripes`: like with like, for bins whose dearest item alone counts.
 - `csr_from_bins`: from a bin per item to CSR.
+
+`swaps.refine` improves on any of them by exchanges.
 
     >>> import numpy as np
     >>> order, offsets = best_fit_decreasing(np.array([3, 7, 5, 2]), 10)
@@ -25,7 +28,7 @@ from numba import njit
 from .best_fit import best_fit_decreasing, fitting
 from .packs import Int64
 
-__all__ = ["best_fit_decreasing", "csr_from_bins", "lpt", "next_fit", "split_largest"]
+__all__ = ["best_fit_decreasing", "csr_from_bins", "lpt", "next_fit", "split_largest", "stripes"]
 
 MAX_INT64 = np.iinfo(np.int64).max
 
@@ -64,6 +67,19 @@ def split_largest(
     if len(offsets) - 1 >= num_packs:
         return order, offsets
     return _split_largest(order, offsets, tokens, cost, int(num_packs))
+
+
+def stripes(cost: npt.ArrayLike, width: int) -> Int64:
+    """Stripe of each item (cost int[n]), int64[n]: the `width` dearest are stripe 0, the next stripe 1 …; ties by index.
+
+    No other way to form groups of at most `width` has a smaller sum of the groups' maxima.
+    """
+    cost = np.asarray(cost, dtype=np.int64)
+    if width < 1:
+        raise ValueError(f"A stripe is at least one item wide; got width={width}.")
+    stripe = np.empty(len(cost), np.int64)
+    stripe[np.argsort(-cost, kind="stable")] = np.arange(len(cost)) // width
+    return stripe
 
 
 def csr_from_bins(bins: npt.ArrayLike, num_bins: int) -> tuple[Int64, Int64]:
