@@ -7,6 +7,7 @@ backend's layout is tested here on CPU with a stand-in for the varlen kernel; th
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -274,6 +275,80 @@ def test_cuda_says_what_it_cannot_do():
     handle = cuda.prepare(np.array([[0, 4, 0, 4, 0, bands.NO_LIMIT]]), 4, 4, CPU, DenseVarlen())
     with pytest.raises(ValueError, match=r"fp16 or bf16.*torch.float64 and 5"):
         cuda.forward(handle, *tensors(4, 4, 1, 1)[:3], 1.0)
+
+
+def flash_forward(
+    q,
+    k,
+    v,
+    cu_q,
+    cu_k,
+    max_q,
+    max_k,
+    dropout,
+    causal,
+    debug,
+    *,
+    scale,
+    window_size_left,
+    window_size_right,
+    seqused_k=None,
+    alibi_slopes=None,
+    block_table=None,
+    num_splits=None,
+):
+    """aten::_flash_attention_forward, dense."""
+    assert dropout == 0.0 and causal == ((window_size_left, window_size_right) == (-1, 0))
+    call = SimpleNamespace(cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, window=(window_size_left, window_size_right))
+    out, lse = DenseVarlen().forward(call, q, k, v, scale)
+    nothing = torch.zeros(2, dtype=torch.uint64)
+    return out.to(q.dtype), lse, nothing, nothing, out.new_empty(0)
+
+
+def flash_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cu_q,
+    cu_k,
+    max_q,
+    max_k,
+    dropout,
+    causal,
+    rng_state,
+    unused,
+    *,
+    scale,
+    window_size_left,
+    window_size_right,
+):
+    """aten::_flash_attention_backward, dense."""
+    call = SimpleNamespace(cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, window=(window_size_left, window_size_right))
+    return tuple(x.to(q.dtype) for x in DenseVarlen().backward(call, dout, q, k, v, out, lse, scale))
+
+
+@pytest.mark.parametrize("hi", [bands.NO_LIMIT, 5])
+def test_torch_varlen_is_called_as_it_is_declared(hi):
+    """torch's own varlen_attn and its backward operator, over stand-ins for the two CUDA kernels beneath them."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", flash_forward, "CPU")
+    library.impl("_flash_attention_backward", flash_backward, "CPU")
+    try:
+        tiles = np.array([[2, 12, 0, 9, 0, hi], [12, 20, 9, 18, 0, hi]])
+        q, k, v, dout = tensors(20, 18, 4, 2, torch.bfloat16, dim=8)
+        out, lse, *grads = expected(mask_of(tiles, 20, 18) > 0, q, k, v, dout, 0.3)
+        handle = cuda.prepare(tiles, 20, 18, CPU, cuda.TorchVarlen())
+        got_out, got_lse = cuda.forward(handle, q, k, v, 0.3)
+        got = cuda.backward(handle, dout, q, k, v, out.bfloat16(), lse.float(), 0.3)
+    finally:
+        library._destroy()
+    assert (got_lse - take(lse.transpose(0, 1), handle.q_rows).transpose(0, 1)).abs().max() <= 1e-5
+    wanted = (take(out, handle.q_rows), take(grads[0], handle.q_rows), *(take(g, handle.k_rows) for g in grads[1:]))
+    for a, b in zip((got_out, *got), wanted, strict=True):
+        assert (a.double() - b).abs().max() <= 2e-2 * b.abs().max()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA varlen attention needs a GPU")
