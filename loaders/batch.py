@@ -12,9 +12,11 @@ pack: ``cu_seqlens`` are the pack's (never divided by cp), ``shard_index`` says 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from numba import njit
 
@@ -89,20 +91,23 @@ class ThdBatch(Mapping[str, Any]):
         return self._fields[name]
 
     def __reduce__(self) -> tuple:
-        """Pickled small: what follows from ``segments`` is made again on arrival, and the CPU tensors left share a buffer.
+        """Pickled small: what follows from ``segments`` is made again on arrival; CPU tensors are one block of bytes, whole
+        numbers in as few bytes as hold them.
 
-        A worker so hands over one shared-memory file of about 8 bytes a token, not a dozen files of 36.
+        Two to four bytes a token then go through a worker's pipe. A dozen tensors in shared memory would be 36, and each costs
+        a handshake with a thread of the worker that waits for its interpreter lock.
         """
         sent = {name: value for name, value in self._fields.items() if name not in self._derived}
-        packed = {name: value for name, value in sent.items() if _packs(value)}
-        names = sorted(packed, key=lambda name: -packed[name].element_size())  # keeps every view aligned
-        parts = [packed[name].contiguous().view(-1).view(torch.uint8) for name in names]
-        buffer = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.empty(0, dtype=torch.uint8)
-        entries = [
-            (name, packed[name].dtype, packed[name].shape, len(part)) for name, part in zip(names, parts, strict=True)
-        ]
+        packed = {name: _narrowed(value) for name, value in sent.items() if _packs(value)}
+        names = sorted(packed, key=lambda name: -packed[name].itemsize)  # keeps every view aligned
+        block = (
+            np.concatenate([packed[name].reshape(-1).view(np.uint8) for name in names])
+            if names
+            else np.empty(0, np.uint8)
+        )
+        entries = [(name, packed[name].dtype, sent[name].dtype, tuple(sent[name].shape)) for name in names]
         rest = {name: None if name in packed else value for name, value in sent.items()}
-        return _unpacked, (buffer, entries, rest, self._derived)
+        return _unpacked, (block, entries, rest, self._derived)
 
     def replace(self, **entries: Any) -> ThdBatch:
         """A copy with these entries set."""
@@ -179,13 +184,30 @@ class ThdBatch(Mapping[str, Any]):
 
 
 def _packs(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.requires_grad
+    return (
+        isinstance(value, torch.Tensor)
+        and value.device.type == "cpu"
+        and not value.requires_grad
+        and value.dtype is not torch.bfloat16  # numpy has no such type
+    )
 
 
-def _unpacked(buffer: torch.Tensor, entries: list, fields: dict[str, Any], derived: frozenset[str]) -> ThdBatch:
+def _narrowed(tensor: torch.Tensor) -> np.ndarray:
+    """The values as they are, or in the smallest of uint16, int32 and int64 that holds them all."""
+    values = np.ascontiguousarray(tensor.numpy())
+    if values.dtype != np.int64 or not values.size:
+        return values
+    low, high = values.min(), values.max()
+    if low >= 0 and high < 1 << 16:
+        return values.astype(np.uint16)
+    return values.astype(np.int32) if -(1 << 31) <= low and high < 1 << 31 else values
+
+
+def _unpacked(block: np.ndarray, entries: list, fields: dict[str, Any], derived: frozenset[str]) -> ThdBatch:
     at = 0
-    for name, dtype, shape, size in entries:
-        fields[name] = buffer[at : at + size].view(dtype).view(shape)
+    for name, narrow, dtype, shape in entries:
+        size = math.prod(shape) * narrow.itemsize
+        fields[name] = torch.from_numpy(block[at : at + size].view(narrow)).to(dtype).view(shape)
         at += size
     return ThdBatch.laid_out(fields) if derived else ThdBatch(fields)
 
