@@ -8,8 +8,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from equipoise.packing import wlb as module
+from equipoise.packing.assign import best_fit_decreasing
 from equipoise.packing.cost import causal_pairs
-from equipoise.packing.wlb import wlb
+from equipoise.packing.wlb import wlb, wlb_balanced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +55,33 @@ def test_every_document_once_and_the_cap_is_hard(tokens, num_packs, capacity):
     assert sorted([*order.tolist(), *left.tolist()]) == list(range(len(tokens)))
     held = np.diff(np.concatenate([[0], np.cumsum(np.asarray(tokens, dtype=np.int64)[order])])[offsets])
     assert held.max() <= capacity and len(offsets) == num_packs + 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 8), st.integers(30, 80))
+def test_balanced_packs_hold_all_that_best_fit_holds(tokens, num_packs, capacity):
+    tokens = np.array(tokens)
+    cost = tokens * (tokens + 9)
+    order, offsets, left = wlb_balanced(tokens, cost, num_packs, capacity)
+    assert sorted([*order.tolist(), *left.tolist()]) == list(range(len(tokens)))
+    held = [tokens[order[a:b]].sum() for a, b in pairwise(offsets)]
+    assert max(held) <= capacity and len(offsets) == num_packs + 1
+    if len(best_fit_decreasing(tokens, capacity)[1]) - 1 <= num_packs:
+        assert not len(left)
+    if len(tokens) >= num_packs and not len(left):
+        assert min(held) > 0
+
+
+def test_balanced_packs_beat_the_greedy_rule_on_the_mean():
+    rng, ours, papers = np.random.default_rng(0), [], []
+    for _ in range(60):
+        tokens = np.clip(rng.lognormal(8, 1.3, 40), 16, 65536).astype(np.int64)
+        cost = tokens * (tokens + 49152) // 1000
+        for results, pack in ((ours, wlb_balanced), (papers, wlb)):
+            order, offsets, _ = pack(tokens, cost, 4, 131072)
+            work = [cost[order[a:b]].sum() for a, b in pairwise(offsets)]
+            results.append(max(work) / max(cost.max(), cost.sum() / 4))
+    assert np.mean(ours) < np.mean(papers) and max(ours) < 1.01
 
 
 def test_a_long_document_is_matched_by_a_longer_pack_of_short_ones():
