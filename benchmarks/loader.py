@@ -43,6 +43,7 @@ def drain(batches: object) -> tuple[int, int]:
     for batch in batches:  # type: ignore[attr-defined]
         tokens += batch["input_ids"].numel()
         checksum += int(batch["input_ids"].sum())
+        assert batch["labels"].shape == batch["position_ids"].shape == batch["input_ids"].shape
     return tokens, checksum
 
 

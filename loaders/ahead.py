@@ -118,7 +118,7 @@ class Pump:
     def _run(self) -> None:
         try:
             for batch in self._agreed():
-                self._offer("batch", batch)
+                self._offer("batch", batch.complete())
             self._offer("end", None)
         except BaseException as error:  # the trainer's thread must see it, whatever it is
             self._offer("error", error)

@@ -53,6 +53,9 @@ FIELDS = {
 }
 
 
+LAID_OUT = frozenset({"position_ids", "doc_ids", "shard_index"})
+
+
 class ThdBatch(Mapping[str, Any]):
     """One rank's micro-batch: the entries of ``FIELDS``, then the dataset's other columns under their own names.
 
@@ -64,31 +67,42 @@ class ThdBatch(Mapping[str, Any]):
     def __init__(self, fields: Mapping[str, Any], *, derived: frozenset[str] = frozenset()) -> None:
         self._fields = dict(fields)
         self._derived = derived  # entries that ``lay_out`` makes from the others
+        self._missing = bool(derived - set(fields))
 
     @classmethod
     def laid_out(cls, fields: Mapping[str, Any]) -> ThdBatch:
-        """A batch from all but the entries that follow from its tokens and ``segments``: those are made here.
+        """A batch from all but the entries that follow from its tokens and ``segments``: those are made when first read.
 
         ``labels`` are among them where ``fields`` has none.
         """
-        made = lay_out(fields)
-        return cls({**fields, **made}, derived=frozenset(made))
+        return cls(fields, derived=LAID_OUT if "labels" in fields else LAID_OUT | {"labels"})
+
+    def complete(self) -> ThdBatch:
+        """Make what is not there yet, in place."""
+        if self._missing:
+            self._fields.update(lay_out(self._fields))
+            self._missing = False
+        return self
 
     def __getitem__(self, name: str) -> Any:
+        if self._missing and name in self._derived:
+            self.complete()
         return self._fields[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
+        return iter(self.complete()._fields)
 
     def __len__(self) -> int:
-        return len(self._fields)
+        return len(self.complete()._fields)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._fields:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in self._fields and name not in self._derived:
             raise AttributeError(
-                f"ThdBatch has no entry {name!r}; it has {', '.join(self.__dict__.get('_fields', ()))}"
+                f"ThdBatch has no entry {name!r}; it has {', '.join(self)}"
             )
-        return self._fields[name]
+        return self[name]
 
     def __reduce__(self) -> tuple:
         """Pickled small: what follows from ``segments`` is made again on arrival; CPU tensors are one block of bytes, whole
@@ -111,14 +125,14 @@ class ThdBatch(Mapping[str, Any]):
 
     def replace(self, **entries: Any) -> ThdBatch:
         """A copy with these entries set."""
-        return ThdBatch({**self._fields, **entries}, derived=self._derived - set(entries))
+        return ThdBatch({**self.complete()._fields, **entries}, derived=self._derived - set(entries))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ThdBatch:
         """A copy with every tensor on ``device``; ``cu_seqlens`` too."""
         return ThdBatch(
             {
                 name: value.to(device, non_blocking=non_blocking) if isinstance(value, torch.Tensor) else value
-                for name, value in self._fields.items()
+                for name, value in self.items()
             }
         )
 

@@ -157,13 +157,14 @@ class Placement:
 
     def cost(self, forward: npt.ArrayLike, backward: npt.ArrayLike, keep: int, sync: str) -> int:
         """Units until the last replica is done (one stage, fillers free), from those of each chunk, int[c]."""
-        forward, backward = (self._grid(values) for values in (forward, backward))
+        forward, backward = (self.grid(values) for values in (forward, backward))
         again = np.where(self.recomputed(keep), forward, 0)
         if sync == "slot":
             return int((forward.max(0) + backward.max(0) + again.max(0)).sum())
         return int((forward + backward + again).sum(1).max())
 
-    def _grid(self, per_chunk: npt.ArrayLike) -> Int64:
+    def grid(self, per_chunk: npt.ArrayLike) -> Int64:
+        """int64[dp, slots] from one number per chunk, int[c]; 0 for fillers."""
         grid = np.zeros((len(self.offsets) - 1, self.num_slots), np.int64)
         grid[self.replica, self.slot] = per_chunk
         return grid
