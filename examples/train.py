@@ -37,7 +37,7 @@ def main(
     balanced: Annotated[
         str, typer.Option("--recipe", help="What static is compared with: wlb, vrsp, or static alone.")
     ] = "vrsp",
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per recipe.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per recipe.")] = 2,
     dp: Annotated[int, typer.Option(min=1, help="Data-parallel replicas.")] = 2,
     cp: Annotated[int, typer.Option(min=1, help="Ranks that share a pack.")] = 2,
     max_tokens_per_rank: Annotated[int, typer.Option(min=1, help="Hard cap of tokens on a rank.")] = 8192,
