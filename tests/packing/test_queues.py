@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,7 @@ def test_every_document_once_in_time_and_under_the_cap(data, crowded):
         now = held[goes]
         order, offsets, left = wlb_balanced(tokens[now], cost[now], num_packs, capacity)
         assert not len(left)
-        assert all(tokens[now[order[a:b]]].sum() <= capacity for a, b in zip(offsets, offsets[1:], strict=False))
+        assert all(tokens[now[order[a:b]]].sum() <= capacity for a, b in pairwise(offsets))
         assert len(now) >= min(num_packs, len(held)) > 0
         assert crowded or flush or (step - born[now]).max() <= options.max_delay
         seen += now.tolist()
