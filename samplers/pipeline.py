@@ -221,8 +221,9 @@ def _run(operations, offsets, vpp, forward, backward, transfer, pace, group, end
     """
     pp, ranks = end.shape
     slots, slices = len(forward), pp * vpp
-    sent = np.zeros((2, slices, slots), np.bool_)
-    at_time = np.zeros((2, slices, slots, ranks), np.float64)
+    # A backward's end takes the place of its forward's: who waited for that has been served.
+    passes = np.zeros((slices, slots), np.int64)
+    arrival = np.empty((slices, slots, ranks), np.float64)
     nothing = np.zeros(ranks, np.float64)
     at = offsets[:-1].copy()
     left = len(operations)
@@ -232,20 +233,23 @@ def _run(operations, offsets, vpp, forward, backward, transfer, pace, group, end
             while at[stage] < offsets[stage + 1]:
                 kind, slot, part = operations[at[stage]]
                 this = part * pp + stage
-                ready, wait = nothing, False
+                ready = nothing
                 if kind == FORWARD and this > 0:
-                    wait, ready = not sent[0, this - 1, slot], at_time[0, this - 1, slot]
-                elif kind == BACKWARD and this < slices - 1:
-                    wait, ready = not sent[1, this + 1, slot], at_time[1, this + 1, slot]
-                if wait or (kind != FORWARD and not sent[0, this, slot]):
+                    if passes[this - 1, slot] < 1:
+                        break
+                    ready = arrival[this - 1, slot]
+                if kind != FORWARD and passes[this, slot] < 1:
                     break
-                direction = 1 if kind == BACKWARD else 0
+                if kind == BACKWARD and this < slices - 1:
+                    if passes[this + 1, slot] < 2:
+                        break
+                    ready = arrival[this + 1, slot]
                 work = backward[slot] if kind == BACKWARD else forward[slot]
-                hop = transfer[slot] if pp > 1 else nothing
                 _together(work, pace[stage], group[slot], ready, end[stage], busy[stage])
                 if kind != RECOMPUTE:
-                    sent[direction, this, slot] = True
-                    at_time[direction, this, slot] = end[stage] + hop
+                    passes[this, slot] += 1
+                    for rank in range(ranks):
+                        arrival[this, slot, rank] = end[stage, rank] + (transfer[slot, rank] if pp > 1 else 0.0)
                 at[stage] += 1
                 left -= 1
         if left == before:

@@ -25,20 +25,21 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..packing.chunkflow import Placement
+from ..packing.chunkflow import BACKWARD, Placement
 from ..packing.cost import ATTENTION_BACKWARD, LINEAR_BACKWARD, Float64, ModelShape
 from .network import ClusterShape, Network, exposed, exposed_ring
 from .pipeline import Schedule, Times, interleaved, run, state_aware
 from .plan import SYNC
 
-__all__ = ["ClusterShape", "Network", "StepTime", "exposed", "pack_seconds", "simulate"]
+__all__ = ["ClusterShape", "Network", "StepTime", "exposed", "chunkflow_seconds", "pack_seconds", "simulate"]
 
-TRAFFIC = ("ring", "gather", "all_to_all")
+# Bytes that backward moves for one that forward moves: KV come again and dK, dV go; an all-to-all is its own transpose.
+BACKWARD_TRAFFIC = {"ring": 2.0, "gather": 2.0, "all_to_all": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepTime:
-    """What a simulated step takes. Arrays are float64[ranks], of the stage of a rank that is busiest."""
+    """What a simulated step takes. Arrays are float64[ranks], the mean of a rank's pipeline stages."""
 
     seconds: float
     """Until the last rank has the summed gradients."""
@@ -71,3 +72,154 @@ class StepTime:
         return f"{self.seconds:.4g} s on {len(self.busy)} ranks: {shares}"
 
     __str__ = describe
+
+
+def simulate(
+    shape: ClusterShape,
+    *,
+    attention: npt.ArrayLike,
+    linear: npt.ArrayLike = 0.0,
+    received: npt.ArrayLike = 0.0,
+    traffic: str = "ring",
+    first_rank: npt.ArrayLike | None = None,
+    cp_size: npt.ArrayLike | None = None,
+    sync: str = "step",
+    schedules: Schedule | Sequence[Schedule] | None = None,
+    boundary_bytes: npt.ArrayLike = 0.0,
+    gradient_bytes: float = 0.0,
+    overlap_gradients: bool = True,
+    straggle: float = 0.0,
+    seed: int = 0,
+) -> StepTime:
+    """Simulate one optimizer step.
+
+    attention, linear: float[ranks, slots], forward seconds of the whole model on a rank of the dp x cp plane (of its tp
+    accelerators together); backward takes 2.5 and 2 times as long. received: bytes of KV that a rank receives forward
+    (sends, for an all-to-all), all layers; traffic: "ring", "gather" or "all_to_all". first_rank, cp_size: int[ranks,
+    slots], the group that each rank shares a micro-batch with; None: its replica. schedules: of the pipeline, or one for
+    each replica (ChunkFlow under sync="step"); None: interleaved 1F1B. boundary_bytes: activations that go from stage to
+    stage. gradient_bytes: of one accelerator. All but `attention` broadcast to its shape.
+    """
+    work = np.asarray(attention, dtype=np.float64)
+    if work.ndim != 2 or len(work) != shape.num_ranks or work.shape[1] == 0 or sync not in SYNC:
+        raise ValueError(
+            f"simulate takes seconds of ({shape.num_ranks} ranks, slots) and sync 'step' or 'slot'; got {work.shape} "
+            f"and {sync!r}."
+        )
+    if traffic not in BACKWARD_TRAFFIC:
+        raise ValueError(f"traffic must be one of {', '.join(BACKWARD_TRAFFIC)}; got {traffic!r}.")
+    rank = np.arange(shape.num_ranks)[:, None]
+    first = np.broadcast_to(rank // shape.cp * shape.cp if first_rank is None else np.asarray(first_rank), work.shape)
+    size = np.broadcast_to(shape.cp if cp_size is None else np.asarray(cp_size), work.shape)
+    moving, products = np.asarray(received, dtype=np.float64), np.asarray(linear, dtype=np.float64)
+    forward_waits = _exposed(shape, traffic, work, moving, first, size)
+    backward_waits = _exposed(
+        shape, traffic, ATTENTION_BACKWARD * work, BACKWARD_TRAFFIC[traffic] * moving, first, size
+    )
+    forward, backward = work + products, ATTENTION_BACKWARD * work + LINEAR_BACKWARD * products
+    if schedules is None:
+        schedules = interleaved(work.shape[1], shape.pp, shape.vpp)
+    pace = _pace(shape, straggle, seed)
+    times = _run_replicas(
+        schedules,
+        shape,
+        np.zeros_like(first) if sync == "slot" else first,
+        forward=(forward + forward_waits) / shape.pp,
+        backward=(backward + backward_waits) / shape.pp,
+        transfer=np.broadcast_to(shape.transfer_seconds(boundary_bytes), work.shape),
+        pace=pace,
+    )
+    often, last = _forwards(schedules, shape.cp), _last_slot(schedules, shape.cp)
+    waits = (often * forward_waits + backward_waits).sum(1) / shape.pp * pace.mean(1)
+    gradient = shape.gradient_seconds(gradient_bytes)
+    if overlap_gradients:
+        gradient = max(0.0, gradient - float(backward[rank[:, 0], last].min()) / (shape.pp * shape.vpp))
+    return StepTime(seconds=times.seconds + gradient, busy=times.busy.mean(1) - waits, exposed=waits, gradient=gradient)
+
+
+def pack_seconds(
+    shape: ClusterShape,
+    model: ModelShape,
+    *,
+    tokens: npt.ArrayLike,
+    pairs: npt.ArrayLike,
+    offsets: npt.ArrayLike,
+    cp_size: npt.ArrayLike,
+) -> tuple[Float64, Float64]:
+    """(attention, linear): forward seconds of each of p packs on each of its ranks, float64[p].
+
+    tokens, pairs: int[m] of the packs' spans, in CSR form by offsets int[p + 1]; cp_size: int[p]. Every span is shared
+    evenly by the ranks of its pack, as per-document sharding does: short documents on many ranks run slowly.
+    """
+    tokens, pairs = np.asarray(tokens, dtype=np.int64), np.asarray(pairs, dtype=np.int64)
+    edges, ranks = np.asarray(offsets, dtype=np.int64), np.asarray(cp_size, dtype=np.int64)
+    pack = np.repeat(np.arange(len(ranks)), np.diff(edges))
+    rows = -(-tokens // ranks[pack])
+    calls = shape.attention_seconds(model, pairs / ranks[pack], rows, tokens)
+    attention = np.bincount(pack, weights=calls, minlength=len(ranks))
+    held = np.bincount(pack, weights=tokens, minlength=len(ranks))
+    return attention, shape.linear_seconds(model, held / ranks)
+
+
+def chunkflow_seconds(
+    placement: Placement, forward: npt.ArrayLike, backward: npt.ArrayLike, keep: int, *, pp: int, sync: str = "slot"
+) -> float:
+    """Seconds of ChunkFlow's state-aware 1F1B on `pp` stages; forward, backward: int[c] nanoseconds of each chunk.
+
+    What `packing.chunkflow_tuning.tune` takes as step_seconds, once pp and sync are bound.
+    """
+    forward, backward = placement.grid(forward) / (1e9 * pp), placement.grid(backward) / (1e9 * pp)
+    if sync == "slot":
+        plan = state_aware(placement.operations(0, keep), pp)
+        return run(plan, forward=forward, backward=backward, group=np.zeros_like(forward)).seconds
+    return max(
+        run(state_aware(placement.operations(r, keep), pp), forward=forward[r], backward=backward[r]).seconds
+        for r in range(len(forward))
+    )
+
+
+def _exposed(
+    shape: ClusterShape, traffic: str, compute: Float64, moving: Float64, first: np.ndarray, size: np.ndarray
+) -> Float64:
+    if traffic == "all_to_all":
+        return shape.all_to_all_seconds(moving, first, size)
+    transfer = shape.ring_seconds(moving, first, size)
+    return exposed_ring(compute, transfer, size) if traffic == "ring" else transfer
+
+
+def _pace(shape: ClusterShape, straggle: float, seed: int) -> Float64:
+    """float64[ranks, pp]: how much longer the slowest accelerator of each stage takes, 1 … 1 + straggle."""
+    drawn = np.random.default_rng(seed).random((shape.num_ranks, shape.pp, shape.tp))
+    return 1 + straggle * drawn.max(2)
+
+
+def _forwards(schedules: Schedule | Sequence[Schedule], cp: int) -> np.ndarray:
+    """int64[ranks or 1, slots]: how often each micro-batch is run forward."""
+    if not isinstance(schedules, Schedule):
+        return np.repeat(np.concatenate([_forwards(schedule, 1) for schedule in schedules]), cp, axis=0)
+    kind, slot, _ = schedules.stage(0).T
+    return np.bincount(slot[kind != BACKWARD], minlength=schedules.num_slots)[None] // schedules.vpp
+
+
+def _last_slot(schedules: Schedule | Sequence[Schedule], cp: int) -> np.ndarray:
+    """int64[ranks or 1]: the micro-batch behind whose backward gradients can hide."""
+    if isinstance(schedules, Schedule):
+        return schedules.operations[-1:, 1]
+    return np.repeat([schedule.operations[-1, 1] for schedule in schedules], cp)
+
+
+def _run_replicas(
+    schedules: Schedule | Sequence[Schedule], shape: ClusterShape, group: np.ndarray, **seconds: np.ndarray
+) -> Times:
+    if isinstance(schedules, Schedule):
+        return run(schedules, group=group, **seconds)
+    if len(schedules) != shape.dp or np.any(group // shape.cp != np.arange(shape.num_ranks)[:, None] // shape.cp):
+        raise ValueError(
+            f"A schedule for each of the {shape.dp} replicas needs sync='step' and groups inside replicas; got "
+            f"{len(schedules)}."
+        )
+    parts = []
+    for replica, schedule in enumerate(schedules):
+        ranks = slice(replica * shape.cp, (replica + 1) * shape.cp)
+        parts.append(run(schedule, group=group[ranks], **{name: values[ranks] for name, values in seconds.items()}))
+    return Times(end=np.concatenate([part.end for part in parts]), busy=np.concatenate([part.busy for part in parts]))
