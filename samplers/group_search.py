@@ -50,12 +50,17 @@ GROUPS, FREE, ROWS = 0, 1, 2
 
 
 @njit(nogil=True, cache=True)
-def search(work, tokens, order, rules, targets, price, limit):
-    """(found, group, size, makespan, rows) of the best target. A target is given up once its rows alone cost too much."""
+def search(work, tokens, order, num_ranks, cap, pad, sizes, token_units, targets, price, limit):
+    """(found, group, size, makespan, rows) of the best target; the last one counts only where no other can be kept.
+
+    A target is given up once its rows alone cost too much.
+    """
+    # Flat arguments: numba takes tens of microseconds to look at a named tuple from Python.
+    rules = Rules(num_ranks, cap, pad, sizes, token_units)
     found, makespan, rows = False, np.int64(0), np.int64(0)
     group, size = np.empty(0, np.int64), np.empty(0, np.int64)
     for target in targets:
-        if target == HUGE and found:
+        if target == targets[-1] and found:
             break
         s = _new_state(len(work), rules, target)
         if _form(work, tokens, order, rules, s, price, limit):
@@ -70,13 +75,10 @@ def search(work, tokens, order, rules, targets, price, limit):
 @njit(nogil=True, cache=True)
 def _new_state(documents, rules, target):
     n = rules.num_ranks
-    allowed = np.zeros(n + 1, np.int64)
-    for c in range(1, n + 1):
-        allowed[c] = HUGE if target > HUGE // c else c * target
     zeros, none = np.zeros((5, n), np.int64), np.full((2, n), -1, np.int64)
     return _State(
         np.arange(n), zeros[0], zeros[1], zeros[2], zeros[3], zeros[4], none[0], none[1],
-        np.full(documents, -1, np.int64), np.array([0, n, 0]), allowed,
+        np.full(documents, -1, np.int64), np.array([0, n, 0]), np.arange(n + 1) * target,
     )  # fmt: skip
 
 
@@ -141,13 +143,12 @@ def _joining(w, t, opened, rules, s):
 @njit(nogil=True, cache=True)
 def _merging(w, t, tokens, rules, s):
     """Merge groups and free ranks into the smallest group that takes the document; returns its place in line, -1: none."""
-    ends, least = _runs(s), 0
+    ends = _runs(s)
     cursor, chosen = np.empty(len(ends), np.int64), np.empty(s.totals[GROUPS], np.int64)
+    least = 0
     for c in rules.sizes:
         load, held = w + rules.token_units[c] * t, _padded(t, c, rules.pad)
-        if load > s.allowed[c] or held > c * rules.cap:
-            continue
-        if c < least:
+        if c < least or load > s.allowed[c] or held > c * rules.cap:
             continue
         # Every size to 64 ranks, then a thirty-second more each time: at 4,096 ranks they are too many to try.
         least = c + c // 32 if c + c // 32 < rules.num_ranks else rules.num_ranks

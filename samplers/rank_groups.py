@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from ..packing.assign import same_length
 from ..packing.packs import Int64
-from .group_search import HUGE, SCALE, Rules, search
+from .group_search import HUGE, SCALE, search
 
 TARGETS = (100, 30, 60, 10, 200, 400, 1000, 3000)
 """Targets that are tried, in thousandths above the mean of the ranks; none at all where no one of them can be kept."""
@@ -118,10 +118,12 @@ def best_groups(
             f"rows in proportion; got price={price}. State costs in a larger unit."
         )
     mean = -(-int(work.sum()) // rules.num_ranks)
-    tried = np.array([mean + mean * t // 1000 for t in targets] + [HUGE], np.int64)
+    without_limit = min(int(largest) + 1, HUGE // rules.num_ranks)
+    tried = np.array([mean + mean * t // 1000 for t in targets] + [without_limit], np.int64)
     order = np.argsort(-work, kind="stable")
-    fixed = Rules(rules.num_ranks, rules.cap, rules.pad, rules.sizes, rules.token_units)
-    found, group, size, makespan, rows = search(work, tokens, order, fixed, tried, price, limit)
+    found, group, size, makespan, rows = search(
+        work, tokens, order, rules.num_ranks, rules.cap, rules.pad, rules.sizes, rules.token_units, tried, price, limit
+    )
     return Groups(group, size, int(makespan), int(rows)) if found else None
 
 
