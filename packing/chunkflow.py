@@ -278,28 +278,33 @@ def _place_slot(groups: Int64, cost: Int64, dp: int) -> Placement:
 def _shelves(sizes, dp):
     """Groups by falling size into rounds, as tall as their first: (first slot, replica) of each, and the rounds' sizes.
 
-    A group goes where least room is left that is enough, ties the earlier round and the lower replica.
+    A group goes where least room is left that is enough, ties to the place that was filled last.
     """
-    n = len(sizes)
+    n, longest = len(sizes), sizes[0] if len(sizes) else 0
     first_slot, replica = np.empty(n, np.int64), np.empty(n, np.int64)
-    rounds = np.empty(n, np.int64)
-    room = np.empty(n * dp, np.int64)
-    end = np.zeros(n + 1, np.int64)
+    # A round is opened when every place of those before has a group, so there are at most n / dp and one.
+    rounds, end = np.empty(n // dp + 1, np.int64), np.zeros(n // dp + 2, np.int64)
+    top, below = (
+        np.full(longest + 1, -1, np.int64),
+        np.empty(n + dp, np.int64),
+    )  # places by room, the last filled on top
     num_rounds = 0
     for g in range(n):
-        best = np.int64(-1)
-        for place in range(num_rounds * dp):
-            if room[place] >= sizes[g] and (best < 0 or room[place] < room[best]):
-                best = place
-        if best < 0:
-            best = num_rounds * dp
-            room[best : best + dp] = sizes[g]
-            rounds[num_rounds] = sizes[g]
-            end[num_rounds + 1] = end[num_rounds] + sizes[g]
+        room = sizes[g]
+        while room < longest and top[room] < 0:
+            room += 1
+        if top[room] < 0:
+            room = sizes[g]
+            for place in range((num_rounds + 1) * dp - 1, num_rounds * dp - 1, -1):
+                below[place], top[room] = top[room], place
+            rounds[num_rounds] = room
+            end[num_rounds + 1] = end[num_rounds] + room
             num_rounds += 1
-        first_slot[g] = end[best // dp + 1] - room[best]
-        replica[g] = best % dp
-        room[best] -= sizes[g]
+        place = top[room]
+        top[room] = below[place]
+        first_slot[g], replica[g] = end[place // dp + 1] - room, place % dp
+        room -= sizes[g]
+        below[place], top[room] = top[room], place
     return first_slot, replica, rounds[:num_rounds].copy()
 
 

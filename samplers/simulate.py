@@ -156,7 +156,7 @@ def pack_seconds(
     pack = np.repeat(np.arange(len(ranks)), np.diff(edges))
     rows = -(-tokens // ranks[pack])
     calls = shape.attention_seconds(model, pairs / ranks[pack], rows, tokens)
-    attention = np.bincount(pack, weights=calls, minlength=len(ranks))
+    attention: Float64 = np.bincount(pack, weights=calls, minlength=len(ranks))
     held = np.bincount(pack, weights=tokens, minlength=len(ranks))
     return attention, shape.linear_seconds(model, held / ranks)
 

@@ -126,6 +126,15 @@ def test_memory_of_one_rank_by_hand():
     assert str(memory).startswith("0.8 GB: weights 0.1")
 
 
+def test_what_zero_shares():
+    whole = rank_memory(gpt(), tokens=1, zero=0)
+    for zero in range(4):
+        shared = rank_memory(gpt(), tokens=1, shards=4, zero=zero)
+        assert shared.optimizer * (4 if zero >= 1 else 1) == whole.optimizer
+        assert shared.gradients * (4 if zero >= 2 else 1) == whole.gradients
+        assert shared.weights * (4 if zero >= 3 else 1) == whole.weights
+
+
 def test_a_pipeline_holds_most_on_its_first_stage():
     shape = gpt()
     first = rank_memory(shape, tokens=4096, pp=4)

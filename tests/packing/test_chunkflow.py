@@ -259,6 +259,16 @@ def test_a_giant_gets_company_only_where_fillers_are_dear():
     assert (free.num_slots, free.cost(10 * ones, 20 * ones, 1, "step")) == (9, 270)
     dear = place(groups, 10 * ones, 20 * ones, dp=2, keep=1, sync="step", filler=30)
     assert dear.num_slots == 8
+    forward = np.array([1000, 1000] + [10] * 20)
+    alone = place([0, *range(2, 23)], forward, forward, dp=2, keep=2, sync="step")
+    assert (alone.num_slots, alone.cost(forward, forward, 2, "step")) == (20, 4000)
+
+
+def test_what_a_filler_would_cost_is_not_balanced():
+    """A group of 4 chunks of 10 is 8 more than 4 fillers of 8; a chunk of 36 is 28 more: the next belongs to the group."""
+    forward = np.array([10, 10, 10, 10, 36, 20])
+    placement = place([0, 4, 5, 6], forward, 0 * forward, dp=2, keep=4, sync="step", filler=8)
+    assert placement.replica[5] == placement.replica[0] != placement.replica[4]
 
 
 def test_replicas_that_meet_at_every_operation_share_rounds():
@@ -269,6 +279,21 @@ def test_replicas_that_meet_at_every_operation_share_rounds():
     assert placement.replica.tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0]
     assert placement.slot.tolist() == [0, 1, 2, 0, 1, 3, 2, 4, 3]
     assert placement.recomputed(1).tolist() == [[True, True, False, False, False]] * 2
+
+
+def test_further_groups_go_where_least_room_is_left():
+    """Room of 3 and of 4 beside the longest: the group of 3 takes the 3, or one of 2 would need a round of its own."""
+    sizes = [9, 6, 5, 3, 2, 2]
+    ones = np.ones(sum(sizes), np.int64)
+    placement = place(np.concatenate([[0], np.cumsum(sizes)]), ones, ones, dp=3, keep=1, sync="slot")
+    assert placement.rounds.tolist() == [9, 9, 9]
+
+
+def test_room_is_filled_where_slots_are_costly_anyway():
+    """The last piece of the group is short: a chunk of 4 beside it would be waited for."""
+    forward = np.array([5, 5, 1, 4, 1])
+    placement = place([0, 3, 4, 5], forward, forward, dp=2, keep=3, sync="slot")
+    assert placement.cost(forward, forward, 3, "slot") == 2 * (5 + 5 + 1)
 
 
 def test_wrong_arguments_are_refused():
