@@ -5,8 +5,8 @@ Nothing here runs a torch operation: a fork after OpenMP has started would hang.
 
 from __future__ import annotations
 
-import equipoise.attention.executor
-import equipoise.attention.kernels.cpu  # noqa: F401
+import numpy as np
+from equipoise import BalancedBatchSampler, Lengths, recipe
 from equipoise.attention.bands import squares
 from equipoise.attention.kernels.grouping import batches
 from equipoise.attention.program import lower
@@ -15,3 +15,8 @@ from equipoise.packing.shards import zigzag
 
 for _buffer, _tiles in lower(ring_plan(zigzag([0, 9, 14], 2), ranks=(0, 1)), rank=1).stages[1].tiles:
     batches(squares(_tiles), 8)
+
+for _name in ("static", "wlb", "vrsp"):
+    for _sync in ("step", "slot"):
+        _size = {"dp": 2, "max_tokens_per_rank": 64, "documents_per_step": 30, "sync": _sync}
+        next(iter(BalancedBatchSampler(Lengths.from_array(np.arange(1, 31)), recipe(_name), **_size)))

@@ -87,7 +87,7 @@ def test_a_rank_with_another_plan_is_found_on_all_ranks(ranks) -> None:
 def on_mesh(rank: int, world: int) -> tuple:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "tp", "cp"))
     loader = BalancedLoader(
-        ROWS, recipe("vrsp", attend="none"), mesh=mesh, max_tokens_per_rank=48, documents_per_step=16, timeout=20
+        ROWS, recipe("vrsp", attend="none"), mesh=mesh, max_tokens_per_rank=48, documents_per_step=16, timeout=50
     )
     batch = next(iter(loader))
     loader.close()
