@@ -19,7 +19,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from .chunkflow import Placement, chunks, place
+from .chunkflow import chunks
+from .chunkflow_places import Placement, place
 from .cost import CostModel
 from .packs import Int64
 

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..packing.chunkflow import BACKWARD, Placement
+from ..packing.chunkflow import BACKWARD
+from ..packing.chunkflow_places import Placement
 from ..packing.cost import ATTENTION_BACKWARD, LINEAR_BACKWARD, Float64, ModelShape
 from .network import ClusterShape, Network, exposed, exposed_ring
 from .pipeline import Schedule, Times, interleaved, run, state_aware

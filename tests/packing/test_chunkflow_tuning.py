@@ -7,7 +7,8 @@ import doctest
 import numpy as np
 import pytest
 from equipoise.packing import chunkflow_tuning as module
-from equipoise.packing.chunkflow import chunks, place
+from equipoise.packing.chunkflow import chunks
+from equipoise.packing.chunkflow_places import place
 from equipoise.packing.chunkflow_tuning import tune
 from equipoise.packing.cost import CostModel
 from hypothesis import given, settings

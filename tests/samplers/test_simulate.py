@@ -6,7 +6,8 @@ import doctest
 
 import numpy as np
 import pytest
-from equipoise.packing.chunkflow import chunks, place, schedule
+from equipoise.packing.chunkflow import chunks, schedule
+from equipoise.packing.chunkflow_places import place
 from equipoise.packing.cost import ModelShape
 from equipoise.samplers import simulate as module
 from equipoise.samplers.pipeline import interleaved, run, state_aware
