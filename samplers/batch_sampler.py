@@ -23,7 +23,8 @@ import xxhash
 
 from ..packing.cost import CostModel, Hardware, ModelShape, cost_units
 from ..packing.lengths import Lengths
-from .order import Admission, Items, StepSize
+from .items import Items
+from .order import Admission, StepSize
 from .plan import Cluster, MicroBatch, StepPlan
 
 if TYPE_CHECKING:
