@@ -96,26 +96,28 @@ def simulate(
 
     attention, linear: float[ranks, slots], forward seconds of the whole model on a rank of the dp x cp plane (of its tp
     accelerators together); backward takes 2.5 and 2 times as long. received: bytes of KV that a rank receives forward
-    (sends, for an all-to-all), all layers; traffic: "ring", "gather" or "all_to_all". first_rank, cp_size: int[ranks,
+    (sends, for an all-to-all), all layers; traffic: "ring", "gather" or "all_to_all". Both may have a last axis more,
+    stages of an attention plan: what a stage receives is in flight while the one before is computed. first_rank, cp_size: int[ranks,
     slots], the group that each rank shares a micro-batch with; None: its replica. schedules: of the pipeline, or one for
     each replica (ChunkFlow under sync="step"); None: interleaved 1F1B. boundary_bytes: activations that go from stage to
     stage. gradient_bytes: of one accelerator. All but `attention` broadcast to its shape.
     """
-    work = np.asarray(attention, dtype=np.float64)
-    if work.ndim != 2 or len(work) != shape.num_ranks or work.shape[1] == 0 or sync not in SYNC:
+    stages = np.asarray(attention, dtype=np.float64)
+    if stages.ndim not in (2, 3) or len(stages) != shape.num_ranks or stages.size == 0 or sync not in SYNC:
         raise ValueError(
-            f"simulate takes seconds of ({shape.num_ranks} ranks, slots) and sync 'step' or 'slot'; got {work.shape} "
+            f"simulate takes seconds of ({shape.num_ranks} ranks, slots) and sync 'step' or 'slot'; got {stages.shape} "
             f"and {sync!r}."
         )
+    work = stages.sum(2) if stages.ndim == 3 else stages
     if traffic not in BACKWARD_TRAFFIC:
         raise ValueError(f"traffic must be one of {', '.join(BACKWARD_TRAFFIC)}; got {traffic!r}.")
     rank = np.arange(shape.num_ranks)[:, None]
     first = np.broadcast_to(rank // shape.cp * shape.cp if first_rank is None else np.asarray(first_rank), work.shape)
     size = np.broadcast_to(shape.cp if cp_size is None else np.asarray(cp_size), work.shape)
     moving, products = np.asarray(received, dtype=np.float64), np.asarray(linear, dtype=np.float64)
-    forward_waits = _exposed(shape, traffic, work, moving, first, size)
+    forward_waits = _exposed(shape, traffic, stages, moving, first, size)
     backward_waits = _exposed(
-        shape, traffic, ATTENTION_BACKWARD * work, BACKWARD_TRAFFIC[traffic] * moving, first, size
+        shape, traffic, ATTENTION_BACKWARD * stages, BACKWARD_TRAFFIC[traffic] * moving, first, size
     )
     forward, backward = work + products, ATTENTION_BACKWARD * work + LINEAR_BACKWARD * products
     if schedules is None:
@@ -182,6 +184,10 @@ def chunkflow_seconds(
 def _exposed(
     shape: ClusterShape, traffic: str, compute: Float64, moving: Float64, first: np.ndarray, size: np.ndarray
 ) -> Float64:
+    """What traffic adds to the compute, float64[ranks, slots]; compute may have an axis of stages."""
+    if compute.ndim == 3:
+        transfer = shape.ring_seconds(np.broadcast_to(moving, compute.shape), first[..., None], size[..., None])
+        return exposed(compute, transfer)
     if traffic == "all_to_all":
         return shape.all_to_all_seconds(moving, first, size)
     transfer = shape.ring_seconds(moving, first, size)

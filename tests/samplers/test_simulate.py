@@ -41,6 +41,16 @@ def test_only_a_ring_hides_its_traffic(traffic, waits):
     assert step.exposed.tolist() == [waits] * 2 and step.seconds == 14 + waits
 
 
+def test_stages_of_a_plan_hide_what_the_next_one_needs():
+    """A ring of two as stages is the ring; and where the first stage needs KV, nothing hides it."""
+    shape = ClusterShape(dp=1, cp=2, network=NETWORK)
+    ring = simulate(shape, attention=[[4.0], [4.0]], received=300.0)
+    staged = simulate(shape, attention=np.full((2, 1, 2), 2.0), received=[0.0, 300.0])
+    assert (staged.seconds, staged.busy.tolist()) == (ring.seconds, ring.busy.tolist())
+    early = simulate(shape, attention=np.full((2, 1, 2), 2.0), received=[300.0, 0.0])
+    assert early.exposed.tolist() == [3 + 6] * 2
+
+
 def test_a_group_across_nodes_waits_for_its_slow_link():
     shape = ClusterShape(dp=1, cp=16, network=NETWORK)
     near = simulate(
