@@ -181,6 +181,27 @@ class ThdBatch(Mapping[str, Any]):
         ends = {"cu_seq_lens_q": self.cu_seqlens, "cu_seq_lens_k": self.cu_seqlens}
         return {**arguments, **ends, "max_length_q": self.max_seqlen, "max_length_k": self.max_seqlen}
 
+    def to_megatron(self) -> dict[str, Any]:
+        """The same under Megatron-LM's names: a loss mask for -100, and what its ``PackedSeqParams`` takes (THD).
+
+        Loss: sum of ``loss_mask * loss`` times ``loss_scale("sum")``, since Megatron sums gradients.
+        """
+        mask = self.labels != -100
+        return {
+            "tokens": self.input_ids[None],
+            "labels": self.labels.where(mask, 0)[None],
+            "loss_mask": mask.float()[None],
+            "position_ids": self.position_ids[None],
+            "packed_seq_params": {
+                "qkv_format": "thd",
+                "cu_seqlens_q": self.cu_seqlens,
+                "cu_seqlens_kv": self.cu_seqlens,
+                "max_seqlen_q": self.max_seqlen,
+                "max_seqlen_kv": self.max_seqlen,
+                "local_cp_size": self.cp_size,
+            },
+        }
+
     def state(self) -> dict:
         """What ``load_state_dict`` needs to continue behind this micro-batch; equal on all ranks, plain JSON."""
         return self.resume

@@ -72,6 +72,15 @@ def test_hf_arguments_have_a_batch_dimension_and_labels_that_nothing_shifts_agai
     assert batch.replace(plan="a plan").to_hf()["plan"] == "a plan"
 
 
+def test_megatron_arguments_mask_what_has_no_target() -> None:
+    batch = batches()[0]
+    arguments = batch.to_megatron()
+    mask = arguments["loss_mask"][0].bool()
+    assert torch.equal(mask, batch.labels != -100) and int(mask.sum()) == batch.num_targets
+    assert torch.equal(arguments["labels"][0][mask], batch.labels[mask]) and (arguments["labels"][0][~mask] == 0).all()
+    assert arguments["packed_seq_params"]["cu_seqlens_q"] is batch.cu_seqlens
+
+
 def test_sums_of_lengths_leave_fillers_out() -> None:
     rows = [np.arange(n) for n in (5, 3)]
     loader = BalancedLoader(
