@@ -92,9 +92,18 @@ def test_a_giant_gets_company_only_where_fillers_are_dear():
     assert (free.num_slots, free.cost(10 * ones, 20 * ones, 1, "step")) == (9, 270)
     dear = place(groups, 10 * ones, 20 * ones, dp=2, keep=1, sync="step", filler=30)
     assert dear.num_slots == 8
+    # Net of fillers the group costs 170 and the others 20: 8 slots end at 210 + 80, 9 at 190 + 90, 10 at 200 + 100.
+    between = place(groups, 10 * ones, 20 * ones, dp=2, keep=1, sync="step", filler=10)
+    assert between.num_slots == 9
     forward = np.array([1000, 1000] + [10] * 20)
     alone = place([0, *range(2, 23)], forward, forward, dp=2, keep=2, sync="step")
     assert (alone.num_slots, alone.cost(forward, forward, 2, "step")) == (20, 4000)
+
+
+def test_chunks_are_exchanged_after_the_first_assignment():
+    """LPT ends at 19."""
+    cost = np.array([8, 7, 6, 5, 4, 2, 2, 2])
+    assert place(np.arange(9), cost, 0 * cost, dp=2, keep=1, sync="step").cost(cost, 0 * cost, 1, "step") == 18
 
 
 def test_what_a_filler_would_cost_is_not_balanced():
