@@ -73,6 +73,25 @@ def search(work, tokens, order, num_ranks, cap, pad, sizes, token_units, targets
 
 
 @njit(nogil=True, cache=True)
+def search_least(work, tokens, order, num_ranks, cap, pad, sizes, token_units, mean, without_limit, rounds):
+    """(found, group, size, makespan, rows) of the least makespan that bisection between the mean and no limit finds."""
+    rules = Rules(num_ranks, cap, pad, sizes, token_units)
+    best = _new_state(len(work), rules, without_limit)
+    found = _form(work, tokens, order, rules, best, 0, HUGE)
+    low, high = mean - 1, _makespan(best)
+    for _ in range(rounds if found else 0):
+        if high - low <= 1 + low // 1000:
+            break
+        s = _new_state(len(work), rules, (low + high) // 2)
+        if _form(work, tokens, order, rules, s, 0, HUGE):
+            best, high = s, _makespan(s)
+        else:
+            low = (low + high) // 2
+    group, size = _label(best)
+    return found, group, size, high, best.totals[ROWS]
+
+
+@njit(nogil=True, cache=True)
 def _new_state(documents, rules, target):
     n = rules.num_ranks
     zeros, none = np.zeros((5, n), np.int64), np.full((2, n), -1, np.int64)

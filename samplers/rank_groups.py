@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from ..packing.assign import same_length
 from ..packing.packs import Int64
-from .group_search import HUGE, SCALE, search
+from .group_search import HUGE, SCALE, search, search_least
 
 TARGETS = (100, 30, 60, 10, 200, 400, 1000, 3000)
 """Targets that are tried, in thousandths above the mean of the ranks; none at all where no one of them can be kept."""
@@ -111,20 +111,36 @@ def best_groups(
     Returns None where none of them undercuts it, or where the documents do not fit.
     """
     work, tokens = same_length(work, tokens)
-    largest = float(rules.token_units[rules.sizes].max()) * float(tokens.sum()) + float(work.sum())
-    if SCALE * largest + price * rules.num_ranks * float(tokens.sum()) >= HUGE:
-        raise ValueError(
-            f"Work of {int(work.sum())} units, and communication, of one slot must stay below 2**53 units, and a price of "
-            f"rows in proportion; got price={price}. State costs in a larger unit."
-        )
-    mean = -(-int(work.sum()) // rules.num_ranks)
-    without_limit = min(int(largest) + 1, HUGE // rules.num_ranks)
+    mean, without_limit = _bounds(work, tokens, rules, price)
     tried = np.array([mean + mean * t // 1000 for t in targets] + [without_limit], np.int64)
     order = np.argsort(-work, kind="stable")
     found, group, size, makespan, rows = search(
         work, tokens, order, rules.num_ranks, rules.cap, rules.pad, rules.sizes, rules.token_units, tried, price, limit
     )
     return Groups(group, size, int(makespan), int(rows)) if found else None
+
+
+def least_groups(work: npt.ArrayLike, tokens: npt.ArrayLike, rules: GroupRules, *, rounds: int = 12) -> Groups | None:
+    """The groups of least makespan that `rounds` bisections find, to 0.1 %; None where the documents do not fit."""
+    work, tokens = same_length(work, tokens)
+    mean, without_limit = _bounds(work, tokens, rules, 0)
+    order = np.argsort(-work, kind="stable")
+    found, group, size, makespan, rows = search_least(
+        work, tokens, order, rules.num_ranks, rules.cap, rules.pad, rules.sizes, rules.token_units, mean, without_limit, rounds
+    )  # fmt: skip
+    return Groups(group, size, int(makespan), int(rows)) if found else None
+
+
+def _bounds(work: Int64, tokens: Int64, rules: GroupRules, price: int) -> tuple[int, int]:
+    """(Mean work of the ranks, a target that no group exceeds); refuses work whose scores int64 cannot hold."""
+    total, held = int(work.sum()), int(tokens.sum())
+    most = total + int(rules.token_units[rules.sizes].max()) * held
+    if SCALE * most + price * rules.num_ranks * held >= HUGE:
+        raise ValueError(
+            f"Work of {total} units, and communication, of one slot must stay below 2**53 units, and a price of rows in "
+            f"proportion; got price={price}. State costs in a larger unit."
+        )
+    return -(-total // rules.num_ranks), min(most + 1, HUGE // rules.num_ranks)
 
 
 class Placement(NamedTuple):
