@@ -6,7 +6,7 @@ import numpy as np
 from equipoise.packing.chunkflow import FORWARD, RECOMPUTE
 
 
-def runs_as_it_must(operations: np.ndarray, sizes: list[int], keep: int) -> None:
+def check_operations(operations: np.ndarray, sizes: list[int], keep: int) -> None:
     """Forward in order; backward once all later chunks of the group have been, its activations being there; at most
     `keep` of a group's activations at a time; recomputed only what was not kept."""
     group_of = np.repeat(np.arange(len(sizes)), sizes)

@@ -13,7 +13,7 @@ from equipoise.packing.chunkflow import BACKWARD, FORWARD, RECOMPUTE, chunks, sc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.packing.operations import runs_as_it_must
+from tests.packing.operations import check_operations
 
 LENGTHS = st.lists(st.one_of(st.integers(1, 12), st.integers(1, 60)), max_size=30)
 
@@ -21,7 +21,7 @@ LENGTHS = st.lists(st.one_of(st.integers(1, 12), st.integers(1, 60)), max_size=3
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 9), max_size=8), st.integers(1, 10))
 def test_every_schedule_obeys_the_dependencies_and_keeps_k(sizes, keep):
-    runs_as_it_must(schedule(sizes, keep), sizes, keep)
+    check_operations(schedule(sizes, keep), sizes, keep)
 
 
 def test_the_order_of_one_document():

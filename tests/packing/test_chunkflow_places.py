@@ -13,7 +13,7 @@ from equipoise.packing.chunkflow_places import Placement, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.packing.operations import runs_as_it_must
+from tests.packing.operations import check_operations
 
 PLACES = st.tuples(
     st.lists(st.integers(1, 6), min_size=1, max_size=16),
@@ -43,7 +43,7 @@ def test_groups_stay_on_one_replica_in_order_and_slots_are_equal(drawn):
     for replica in range(dp):
         rounds = placement.rounds[placement.offsets[replica] : placement.offsets[replica + 1]].tolist()
         assert sum(rounds) == placement.num_slots
-        runs_as_it_must(placement.operations(replica, keep), rounds, keep)
+        check_operations(placement.operations(replica, keep), rounds, keep)
         if sync == "slot":
             assert placement.operations(replica, keep).tolist() == placement.operations(0, keep).tolist()
     for first, stop in pairwise(groups.tolist()):
