@@ -32,7 +32,8 @@ from .mesh import coordinates, cpu_group
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..recipes import Cost, Recipe
+    from ..recipes import Recipe
+    from ..samplers.solve import Cost
 
 
 class BalancedLoader:

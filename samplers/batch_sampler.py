@@ -28,7 +28,8 @@ from .order import Admission, StepSize
 from .plan import Cluster, MicroBatch, StepPlan
 
 if TYPE_CHECKING:
-    from ..recipes import Cost, Recipe
+    from ..recipes import Recipe
+    from .solve import Cost
 
 STATE_VERSION = 1
 # A dense 7B model on a GPU of 400 TFLOP/s that is reached: what is assumed where no cost model is given.
@@ -91,7 +92,12 @@ class BalancedBatchSampler:
         self.cost = cost or CostModel.of(SEVEN_B, Hardware(peak_flops=400e12, efficiency=1.0))
         if evaluation:
             shuffle, last = False, "partial"
-        capacity = self.cluster.capacity
+        if packs_per_step is not None and not recipe.one_size:
+            raise ValueError(
+                f"packs_per_step counts packs of one size, and recipe {recipe.name!r} makes them of any: give documents_per_step "
+                f"or tokens_per_step"
+            )
+        capacity = recipe.longest(self.cluster)
         self.items = Items.of(lengths, capacity=capacity, too_long=too_long)
         self.admission = Admission(
             items=self.items,
@@ -165,30 +171,32 @@ class BalancedBatchSampler:
 
     def _micro_batches(self, plan: StepPlan, planning_seconds: float) -> list[MicroBatch]:
         """This rank's specs of one step, in slot order."""
-        cp, row = self.cluster.cp, plan.grid[self.rank]
-        first, num_slots = self.rank // cp * cp, plan.num_slots
-        cost = plan.packs.sums(plan.span_cost)
+        row, num_slots = plan.grid[self.rank].tolist(), plan.num_slots
+        cost, first, size = plan.packs.sums(plan.span_cost), plan.first_rank.tolist(), plan.cp_size.tolist()
         template = int(plan.packs.spans.document.max())  # any real one: a step is never all fillers
         digest = plan.digest ^ self._config_digest
         return [
             MicroBatch(
-                spans=plan.packs.take(row[slot : slot + 1]).spans,
+                spans=plan.packs.take([pack]).spans,
                 epoch=plan.epoch,
                 step=plan.step,
                 slot=slot,
                 num_slots=num_slots,
-                ranks=tuple(range(first, first + cp)),
-                cp_rank=self.rank - first,
+                ranks=tuple(range(first[pack], first[pack] + size[pack])),
+                cp_rank=self.rank - first[pack],
                 num_targets=plan.num_targets,
                 num_ranks=self.cluster.num_ranks,
                 document_stop=self.items.capacity if self.items.too_long == "truncate" else 0,
                 template=template,
                 digest=digest,
                 planning_seconds=planning_seconds,
-                cost=float(cost[row[slot]]) / cp / 1e9,
+                cost=float(cost[pack]) / size[pack] / 1e9,
+                chunk=None
+                if plan.rounds is None
+                else (int(plan.rounds.chunk_index[pack]), int(plan.rounds.chunk_count[pack])),
                 state=self.state(plan.epoch, plan.step, slot + 1, num_slots, plan.num_targets),
             )
-            for slot in range(num_slots)
+            for slot, pack in enumerate(row)
         ]
 
     def state(self, epoch: int, step: int, slot: int, num_slots: int, num_targets: int | None) -> dict:

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 import xxhash
 
+from ..packing.chunkflow import schedule
 from ..packing.packs import Packs, Spans
 
 SYNC = ("step", "slot")
@@ -76,6 +77,17 @@ class Loads:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Rounds:
+    """The order in which ChunkFlow's replicas run their slots: forward a round, then backward it (``chunkflow.schedule``)."""
+
+    keep: int
+    sizes: np.ndarray  # int64[r] slots of each round, replica after replica
+    offsets: np.ndarray  # int64[dp + 1]: replica r runs sizes[offsets[r]:offsets[r + 1]]
+    chunk_index: np.ndarray  # int64[p] number of a pack in its document's group; 0 where it stands alone
+    chunk_count: np.ndarray  # int64[p] packs of that group
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StepPlan:
     """One optimizer step: ``packs[i]`` runs in ``slot[i]`` on ranks ``first_rank[i] … + cp_size[i]``.
 
@@ -91,7 +103,9 @@ class StepPlan:
     first_rank: np.ndarray  # int64[p]
     cp_size: np.ndarray  # int64[p]
     span_cost: np.ndarray  # int64[m]
+    largest_group: int  # ranks that one pack may be given
     num_targets: int | None
+    rounds: Rounds | None = None
 
     @property
     def num_slots(self) -> int:
@@ -125,10 +139,18 @@ class StepPlan:
         return int(cost.max(0).sum() if self.cluster.sync == "slot" else cost.sum(1).max())
 
     def bound(self) -> int:
-        """No plan of these spans at these CP sizes ends sooner: the mean over ranks, or the costliest single span."""
-        cp = np.repeat(self.cp_size, np.diff(self.packs.offsets))
-        total = int(self.span_cost.sum())
-        return max(-(-total // self.cluster.num_ranks), int((-(-self.span_cost // cp)).max(initial=0)))
+        """No plan of these spans ends sooner: the mean over ranks, or the costliest span on the largest group there is."""
+        total, costliest = int(self.span_cost.sum()), int(self.span_cost.max(initial=0))
+        return max(-(-total // self.cluster.num_ranks), -(-costliest // self.largest_group))
+
+    def operations(self, rank: int) -> np.ndarray:
+        """What a rank runs, int64[k, 2] of (FORWARD | RECOMPUTE | BACKWARD, slot), see ``packing.chunkflow``."""
+        if self.rounds is None:
+            sizes, keep = np.ones(self.num_slots, np.int64), 1
+        else:
+            replica, keep = rank // self.cluster.cp, self.rounds.keep
+            sizes = self.rounds.sizes[self.rounds.offsets[replica] : self.rounds.offsets[replica + 1]]
+        return schedule(sizes, keep)
 
     def check(self, window: Spans | None = None) -> None:
         """Prove the promises: cap kept, equal slots, no rank idle, each span of the ``window`` exactly once.
@@ -145,9 +167,25 @@ class StepPlan:
         filler = self.packs.spans.document < 0
         assert (self.packs.spans.pairs[filler] == 0).all() and (self.span_cost[filler] == 0).all(), f"{name}: filler"
         if window is not None:
+            self._check_chunks(name)
             assert _pieces(self.packs.spans.take(np.flatnonzero(~filler))) == _pieces(window), (
                 f"{name}: lost or doubled"
             )
+
+    def _check_chunks(self, name: str) -> None:
+        """Chunks of one document lie on one replica, in the order of the document."""
+        if self.rounds is None:
+            return
+        document, start = (
+            values[self.packs.offsets[:-1]] for values in (self.packs.spans.document, self.packs.spans.start)
+        )
+        dependent = np.flatnonzero(self.rounds.chunk_count > 1)
+        order = dependent[np.lexsort((start[dependent], document[dependent]))]
+        index = self.rounds.chunk_index[order]
+        inside = index[1:] > 0
+        assert (np.diff(index)[inside] == 1).all(), f"{name}: a chunk is missing"
+        assert (np.diff(self.slot[order])[inside] > 0).all(), f"{name}: chunks out of order"
+        assert (np.diff(self.first_rank[order])[inside] == 0).all(), f"{name}: a document on two replicas"
 
     @property
     def digest(self) -> int:
@@ -166,7 +204,8 @@ class StepPlan:
         return (
             f"step {self.step} of epoch {self.epoch}, recipe {self.recipe}: {int(real.sum())} spans, "
             f"{int(spans.tokens[real].sum())} tokens in {len(self.packs)} packs ({int((~real).sum())} fillers), "
-            f"{self.num_slots} slots on {self.cluster.dp} replicas x cp {self.cluster.cp}\n"
+            f"{self.num_slots} slots on {self.cluster.dp} replicas x cp {self.cluster.cp}"
+            f"{self._sizes()}\n"
             f"  predicted {makespan / 1e9:.4g} s, lower bound {bound / 1e9:.4g} s ({makespan / max(bound, 1):.3f} x); "
             f"max/mean {loads.imbalance('slot'):.3f} per slot, {loads.imbalance('step'):.3f} per step\n"
             f"  most tokens on a rank {loads.tokens.max()} of {self.cluster.max_tokens_per_rank}; KV rows received per "
@@ -174,6 +213,12 @@ class StepPlan:
         )
 
     __str__ = describe
+
+    def _sizes(self) -> str:
+        sizes, counts = np.unique(self.cp_size, return_counts=True)
+        if len(sizes) == 1:
+            return ""
+        return ", groups " + ", ".join(f"{count} x cp {size}" for size, count in zip(sizes, counts, strict=True))
 
 
 def _pieces(spans: Spans) -> list[tuple[int, int, int]]:
@@ -204,6 +249,7 @@ class MicroBatch:
     digest: int
     planning_seconds: float
     cost: float  # predicted seconds of this rank in this slot
+    chunk: tuple[int, int] | None  # (index, count) in its document's group, where documents are cut into chunks
     state: dict  # what resumes a run behind this micro-batch
 
     def __repr__(self) -> str:

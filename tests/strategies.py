@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 from equipoise import recipe
+from equipoise.samplers.dynamic_cp import DynamicCp
+from equipoise.samplers.solve import ChunkFlow
 from hypothesis import strategies as st
 
 RECIPES = [
@@ -13,6 +15,12 @@ RECIPES = [
     recipe("vrsp"),
     recipe("wlb", place="in_order", shard="zigzag_sequence"),
     recipe("static", pack="concat", place="vrsp", shard="contiguous"),
+    recipe("chunkflow"),
+    recipe("chunkflow", options=ChunkFlow(chunk_tokens=7, keep=2)),
+    recipe("skrull"),
+    recipe("flexsp"),
+    recipe("dynamic_cp"),
+    recipe("dynamic_cp", options=DynamicCp(degrees="any", traffic_price=0.3)),
 ]
 
 
@@ -47,9 +55,10 @@ def clusters(draw: st.DrawFn) -> dict:
 
 
 @st.composite
-def step_sizes(draw: st.DrawFn, dp: int, longest: int) -> dict:
+def step_sizes(draw: st.DrawFn, dp: int, longest: int, packs: bool = True) -> dict:
     """One of the three ways to say how large a step is."""
-    kind = draw(st.sampled_from(["documents_per_step", "tokens_per_step", "packs_per_step"]))
+    kinds = ["documents_per_step", "tokens_per_step", "packs_per_step"]
+    kind = draw(st.sampled_from(kinds if packs else kinds[:2]))
     if kind == "documents_per_step":
         return {kind: draw(st.integers(1, 40))}
     if kind == "tokens_per_step":
