@@ -4,8 +4,8 @@ The only module that knows all four. A recipe solves a window of documents into 
 pack into ``Shards`` (shard) and says how its ranks attend (attend).
 
     >>> from equipoise import recipe
-    >>> recipe("wlb")
-    Recipe(name='wlb', pack='wlb', place='vrsp', shard='zigzag', attend='ring', options=None)
+    >>> recipe("vrsp")
+    Recipe(name='vrsp', pack='best_fit', place='vrsp', shard='contiguous', attend='ulysses', options=None)
     >>> recipe("static", pack="concat", attend="ulysses").name
     'static+pack=concat+attend=ulysses'
 
@@ -31,6 +31,10 @@ from typing import Any
 
 import numpy as np
 
+from .packing.cost import CostModel
+from .packing.dacp import dacp, dacp_costs, dacp_shards
+from .packing.packs import Spans
+from .packing.queues import WlbQueues
 from .packing.shards import Shards, contiguous, zigzag
 from .samplers.dynamic_cp import DynamicCp
 from .samplers.flexsp import FlexSp
@@ -55,7 +59,9 @@ ATTENDS = {
     "dacp": ("ring", "none"),
     "whole": ("none",),
 }
-OPTIONS = {"chunkflow": ChunkFlow, "flexsp": FlexSp, "dynamic_cp": DynamicCp}
+Options = WlbQueues | ChunkFlow | FlexSp | DynamicCp
+# By what packs, or else by what places.
+OPTIONS: dict[str, type] = {"wlb": WlbQueues, "chunkflow": ChunkFlow, "flexsp": FlexSp, "dynamic_cp": DynamicCp}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +72,11 @@ class Recipe:
         pack: ``best_fit`` (decreasing, to the cap), ``concat`` (in order, documents cut at the pack's edge), ``wlb``
             (variable length, by workload), ``chunks``, ``gds`` or ``sequences`` (packed as they are placed).
         place: ``in_order`` (shuffled, dealt out), ``vrsp``, ``chunkflow``, ``gds``, ``flexsp``, ``dynamic_cp``.
-        shard: ``zigzag`` per document, ``zigzag_sequence``, ``contiguous``, or ``whole`` (no context parallelism).
+        shard: ``zigzag`` per document, ``zigzag_sequence``, ``contiguous``, ``dacp`` (documents whole where that is
+            quicker), or ``whole`` (no context parallelism).
         attend: ``ring``, ``ulysses``, or ``none`` (the batch carries no plan: bring your own attention).
-        options: of the placement: ``ChunkFlow``, ``FlexSp`` or ``DynamicCp``; None: its defaults.
+        options: ``WlbQueues`` (documents may wait for company; None: they never do), ``ChunkFlow``, ``FlexSp`` or
+            ``DynamicCp`` (None: their defaults).
     """
 
     name: str
@@ -76,15 +84,17 @@ class Recipe:
     place: str
     shard: str
     attend: str
-    options: ChunkFlow | FlexSp | DynamicCp | None = None
+    options: Options | None = None
 
     def __post_init__(self) -> None:
         _fit("pack", self.pack, "place", self.place, PLACES)
         _fit("shard", self.shard, "attend", self.attend, ATTENDS)
-        wanted = OPTIONS.get(self.place)
+        wanted = OPTIONS.get(self.pack, OPTIONS.get(self.place))
         if self.options is not None and (wanted is None or not isinstance(self.options, wanted)):
             takes = f"options of type {wanted.__name__}" if wanted else "no options"
-            raise ValueError(f"place={self.place!r} takes {takes}; got {type(self.options).__name__}")
+            raise ValueError(
+                f"pack={self.pack!r}, place={self.place!r} take {takes}; got {type(self.options).__name__}"
+            )
 
     @property
     def one_size(self) -> bool:
@@ -106,8 +116,18 @@ class Recipe:
         """Pack and place one step. Raises ValueError where fixed slots cannot hold the step."""
         return solve(window, cluster, cost, name=self.name, pack=self.pack, place=self.place, options=self.options)
 
-    def shards(self, cu_seqlens: np.ndarray, cp_size: int) -> Shards:
-        """Which tokens of a pack each rank of its CP group holds."""
+    def decide(self, spans: Spans, cp_size: int, cluster: Cluster, cost: Cost) -> np.ndarray | None:
+        """What sharding a pack by its cost decides, for ``shards``: with ``dacp`` the rank that holds each document whole."""
+        if self.shard != "dacp" or cp_size == 1:
+            return None
+        per_row = cost.seconds_per_row if isinstance(cost, CostModel) else 0.0
+        whole, split, sent = dacp_costs(spans.tokens, spans.pairs, cp_size, cost, per_row)
+        return dacp(spans.tokens, whole, split, sent, cp_size=cp_size, max_tokens_per_rank=cluster.max_tokens_per_rank)
+
+    def shards(self, cu_seqlens: np.ndarray, cp_size: int, decision: np.ndarray | None = None) -> Shards:
+        """Which tokens of a pack each rank of its CP group holds; ``decision``: from ``decide``."""
+        if decision is not None:
+            return dacp_shards(cu_seqlens, decision, cp_size)
         if self.shard in ("contiguous", "whole"):
             return contiguous(cu_seqlens, cp_size)
         return zigzag(cu_seqlens, cp_size, per="sequence" if self.shard == "zigzag_sequence" else "document")
@@ -140,9 +160,9 @@ def _fit(first: str, chosen: str, second: str, other: str, legal: dict[str, tupl
 
 NAMED = {
     "static": Recipe(name="static", pack="best_fit", place="in_order", shard="zigzag", attend="ring"),
-    "wlb": Recipe(name="wlb", pack="wlb", place="vrsp", shard="zigzag", attend="ring"),
+    "wlb": Recipe(name="wlb", pack="wlb", place="vrsp", shard="zigzag", attend="ring", options=WlbQueues()),
     "chunkflow": Recipe(name="chunkflow", pack="chunks", place="chunkflow", shard="whole", attend="none"),
-    "skrull": Recipe(name="skrull", pack="gds", place="gds", shard="zigzag", attend="ring"),
+    "skrull": Recipe(name="skrull", pack="gds", place="gds", shard="dacp", attend="ring"),
     "vrsp": Recipe(name="vrsp", pack="best_fit", place="vrsp", shard="contiguous", attend="ulysses"),
     "flexsp": Recipe(name="flexsp", pack="sequences", place="flexsp", shard="contiguous", attend="ulysses"),
     "dynamic_cp": Recipe(name="dynamic_cp", pack="sequences", place="dynamic_cp", shard="zigzag", attend="ring"),
@@ -156,7 +176,7 @@ def recipe(
     place: str | None = None,
     shard: str | None = None,
     attend: str | None = None,
-    options: ChunkFlow | FlexSp | DynamicCp | None = None,
+    options: Options | None = None,
 ) -> Recipe:
     """A named recipe, or a mix that starts from one. Raises ValueError for an unknown name or halves that do not fit."""
     if name not in NAMED:
@@ -165,4 +185,5 @@ def recipe(
     choices = {"pack": pack, "place": place, "shard": shard, "attend": attend}
     changed = {key: value for key, value in choices.items() if value is not None and value != getattr(base, key)}
     mixed = "".join(f"+{key}={value}" for key, value in changed.items())
-    return replace(base, name=name + mixed, options=options, **changed)  # type: ignore[arg-type]
+    kept = base.options if base.pack == changed.get("pack", base.pack) else None
+    return replace(base, name=name + mixed, options=options or kept, **changed)  # type: ignore[arg-type]

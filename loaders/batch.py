@@ -46,6 +46,7 @@ FIELDS = {
     "step": "optimizer step of the epoch",
     "slot": "micro-batch of the step",
     "num_slots": "micro-batches of the step, alike on all ranks",
+    "chunk": "(index, count) among the chunks of a document that was cut for ChunkFlow; None elsewhere",
     "digest": "hash of the step's plan, alike on all ranks",
     "cost": "predicted seconds of this micro-batch on this rank",
     "planning_seconds": "what planning the step took",
@@ -99,9 +100,7 @@ class ThdBatch(Mapping[str, Any]):
         if name.startswith("_"):
             raise AttributeError(name)
         if name not in self._fields and name not in self._derived:
-            raise AttributeError(
-                f"ThdBatch has no entry {name!r}; it has {', '.join(self)}"
-            )
+            raise AttributeError(f"ThdBatch has no entry {name!r}; it has {', '.join(self)}")
         return self[name]
 
     def __reduce__(self) -> tuple:

@@ -46,7 +46,7 @@ class ThdCollator:
         spans = spec.spans
         cu_seqlens = np.concatenate([[0], np.cumsum(spans.tokens)])
         assert cu_seqlens[-1] < 2**31, f"{cu_seqlens[-1]} tokens overflow int32"
-        shards = self.recipe.shards(cu_seqlens, len(spec.ranks))
+        shards = self.recipe.shards(cu_seqlens, len(spec.ranks), spec.decision)
         local = _Segments(spec, shards, rows)
         columns, labels, behind = local.columns(rows)
         ids = columns.pop("input_ids")
@@ -78,6 +78,7 @@ class ThdCollator:
                 "step": spec.step,
                 "slot": spec.slot,
                 "num_slots": spec.num_slots,
+                "chunk": spec.chunk,
                 "digest": spec.digest,
                 "cost": spec.cost,
                 "planning_seconds": spec.planning_seconds,

@@ -151,12 +151,14 @@ class Hardware:
     efficiency: float = 0.4
     """Share of the peak that training reaches."""
     memory_bytes: float = 80e9
+    link: float = 50e9
+    """Bytes per second to the next rank of a CP group: InfiniBand; 450e9 where a group stays within its NVLink node."""
 
     def __post_init__(self) -> None:
-        if not (self.peak_flops > 0 and 0 < self.efficiency <= 1 and self.memory_bytes >= 0):
+        if not (self.peak_flops > 0 and 0 < self.efficiency <= 1 and self.memory_bytes >= 0 and self.link > 0):
             raise ValueError(
-                "Hardware has peak_flops > 0, 0 < efficiency <= 1 and memory_bytes >= 0; "
-                f"got {self.peak_flops}, {self.efficiency}, {self.memory_bytes}."
+                "Hardware has peak_flops > 0, 0 < efficiency <= 1, memory_bytes >= 0 and link > 0; "
+                f"got {self.peak_flops}, {self.efficiency}, {self.memory_bytes}, {self.link}."
             )
 
 
@@ -166,12 +168,14 @@ class CostModel:
 
     seconds_per_pair: float
     seconds_per_token: float
+    seconds_per_row: float = 0.0
+    """To send keys and values of one token on, all layers, forward and backward; 0: communication is left out."""
     bytes_per_token: float = 0.0
     bytes_fixed: float = 0.0
     """Weights, gradients, optimizer state: what is there whatever the micro-batch."""
 
     def __post_init__(self) -> None:
-        for name in ("seconds_per_pair", "seconds_per_token", "bytes_per_token", "bytes_fixed"):
+        for name in ("seconds_per_pair", "seconds_per_token", "seconds_per_row", "bytes_per_token", "bytes_fixed"):
             if not 0 <= getattr(self, name) < np.inf:
                 raise ValueError(f"CostModel.{name} must be a finite number >= 0; got {getattr(self, name)}.")
 
@@ -185,6 +189,8 @@ class CostModel:
         return CostModel(
             seconds_per_pair=(1 + ATTENTION_BACKWARD) * shape.flops_per_pair / speed,
             seconds_per_token=(1 + LINEAR_BACKWARD) * shape.flops_per_token / speed,
+            # Forward sends keys and values (2-byte floats); backward sends them again, and their gradients home.
+            seconds_per_row=3 * 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim / hardware.link,
             bytes_per_token=float(shape.activation_bytes_per_token),
             bytes_fixed=bytes_fixed,
         )

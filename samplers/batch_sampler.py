@@ -23,6 +23,8 @@ import xxhash
 
 from ..packing.cost import CostModel, Hardware, ModelShape, cost_units
 from ..packing.lengths import Lengths
+from ..packing.queues import WlbQueues
+from .carry import Held, QueuedAdmission
 from .items import Items
 from .order import Admission, StepSize
 from .plan import Cluster, MicroBatch, StepPlan
@@ -99,7 +101,7 @@ class BalancedBatchSampler:
             )
         capacity = recipe.longest(self.cluster)
         self.items = Items.of(lengths, capacity=capacity, too_long=too_long)
-        self.admission = Admission(
+        admission = Admission(
             items=self.items,
             step_size=step_size,
             capacity=capacity,
@@ -108,9 +110,17 @@ class BalancedBatchSampler:
             last=last,
             count_targets=count_targets,
         )
+        self.admission: Admission | QueuedAdmission = admission
+        if isinstance(recipe.options, WlbQueues) and recipe.options.max_delay and not evaluation:
+            self.admission = QueuedAdmission(
+                base=admission, queues=recipe.options, cluster=self.cluster, cost=self.cost
+            )
         self.config = {
             "recipe": repr(recipe),
-            "cost": cost_units(self.cost, np.array([0, 10**8]), np.array([10**4, 10**4])).tolist(),
+            "cost": [
+                *cost_units(self.cost, np.array([0, 10**8]), np.array([10**4, 10**4])).tolist(),
+                getattr(self.cost, "seconds_per_row", 0.0),
+            ],
             "dp": dp,
             "cp": cp,
             "max_tokens_per_rank": max_tokens_per_rank,
@@ -175,9 +185,10 @@ class BalancedBatchSampler:
         cost, first, size = plan.packs.sums(plan.span_cost), plan.first_rank.tolist(), plan.cp_size.tolist()
         template = int(plan.packs.spans.document.max())  # any real one: a step is never all fillers
         digest = plan.digest ^ self._config_digest
+        spans = [plan.packs.take([pack]).spans for pack in row]
         return [
             MicroBatch(
-                spans=plan.packs.take([pack]).spans,
+                spans=spans[slot],
                 epoch=plan.epoch,
                 step=plan.step,
                 slot=slot,
@@ -191,6 +202,7 @@ class BalancedBatchSampler:
                 digest=digest,
                 planning_seconds=planning_seconds,
                 cost=float(cost[pack]) / size[pack] / 1e9,
+                decision=self.recipe.decide(spans[slot], size[pack], self.cluster, self.cost),
                 chunk=None
                 if plan.rounds is None
                 else (int(plan.rounds.chunk_index[pack]), int(plan.rounds.chunk_count[pack])),
@@ -214,11 +226,16 @@ class BalancedBatchSampler:
             "slot": slot,
             "num_targets": num_targets,
             "epoch_start": self.admission.start(epoch),
+            "held": self.admission.held(epoch, step).to_state()
+            if isinstance(self.admission, QueuedAdmission)
+            else None,
         }
 
     def load_state_dict(self, state: dict) -> None:
         """Continue behind the micro-batch whose ``state()`` this is. Raises ValueError if anything else was planned."""
-        missing = sorted({"version", "config", "epoch", "step", "slot", "num_targets", "epoch_start"} - set(state))
+        missing = sorted(
+            {"version", "config", "epoch", "step", "slot", "num_targets", "epoch_start", "held"} - set(state)
+        )
         if missing or state["version"] != STATE_VERSION:
             raise ValueError(
                 f"a state of version {STATE_VERSION} is needed; this one has version {state.get('version')!r} and lacks "
@@ -229,7 +246,10 @@ class BalancedBatchSampler:
         if differs:
             told = "; ".join(f"{key}: saved {saved.get(key)!r}, now {self.config.get(key)!r}" for key in differs)
             raise ValueError(f"the saved plan was made under another configuration ({told}); set these as they were")
-        self.admission.epoch_starts[state["epoch"]] = state["epoch_start"]
+        queued = self.admission if isinstance(self.admission, QueuedAdmission) else None
+        (queued.base if queued else self.admission).epoch_starts[state["epoch"]] = state["epoch_start"]  # type: ignore[union-attr]
+        if queued:
+            queued.put(state["epoch"], state["step"], Held.from_state(state["held"]))
         self.epoch, self.first_step, self.first_slot = state["epoch"], state["step"], state["slot"]
         self._first_targets = state["num_targets"]
 

@@ -112,6 +112,7 @@ class Window:
     key: int  # of (seed, epoch, step), for whatever the solver shuffles
     spans: Spans
     num_targets: int | None  # None: not known from the index
+    num_slots: int | None = None  # where admission decided it
 
 
 @dataclass(kw_only=True, eq=False)
@@ -222,19 +223,25 @@ class Admission:
             return len(self.items) % self.step_size.documents_per_step
         return (epoch + 1) * len(self.items) - self._edge(epoch, None)
 
-    def window(self, epoch: int, step: int) -> Window | None:
-        """The documents of a step; None behind the epoch's last."""
+    def members(self, epoch: int, step: int) -> np.ndarray | None:
+        """Items int64[k] that a step admits, in order; None behind the epoch's last."""
         size, end = self.step_size.documents_per_step, (epoch + 1) * len(self.items)
         if size is not None:
             if step >= self.num_steps(epoch):
                 return None
             first = self.start(epoch) + step * size
-            stop = min(first + size, end)
-        else:
-            first, stop = self._edge(epoch, step), self._edge(epoch, step + 1)
-            if first < 0 or stop < 0:
-                return None
-        spans, targets = self.items.spans(self._items_at(first, stop))
+            return self._items_at(first, min(first + size, end))
+        first, stop = self._edge(epoch, step), self._edge(epoch, step + 1)
+        return None if first < 0 or stop < 0 else self._items_at(first, stop)
+
+    def window(self, epoch: int, step: int) -> Window | None:
+        """The documents of a step; None behind the epoch's last."""
+        members = self.members(epoch, step)
+        return None if members is None else self.window_of(epoch, step, members)
+
+    def window_of(self, epoch: int, step: int, members: np.ndarray, num_slots: int | None = None) -> Window:
+        """A step of these items."""
+        spans, targets = self.items.spans(members)
         known = self.count_targets and targets is not None
         return Window(
             epoch=epoch,
@@ -242,6 +249,7 @@ class Admission:
             key=key_of(self.seed, epoch, step),
             spans=spans,
             num_targets=int(targets.sum()) if known and targets is not None else None,
+            num_slots=num_slots,
         )
 
 

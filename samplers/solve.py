@@ -11,7 +11,7 @@ A pure function: the same window, cluster and cost give the same arrays on every
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -65,6 +65,8 @@ def solve(
 ) -> StepPlan:
     """Pack and place one step. Raises ValueError where fixed slots cannot hold it, on all ranks alike."""
     spans = window.spans
+    if window.num_slots is not None:
+        cluster = replace(cluster, slots=window.num_slots)
     units = cost_units(cost, spans.pairs, spans.tokens)
     largest = cluster.cp
     if place == "gds":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from equipoise import recipe
+from equipoise.packing.queues import WlbQueues
 from equipoise.samplers.dynamic_cp import DynamicCp
 from equipoise.samplers.solve import ChunkFlow
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ RECIPES = [
     recipe("static", pack="concat"),
     recipe("wlb"),
     recipe("vrsp"),
-    recipe("wlb", place="in_order", shard="zigzag_sequence"),
+    recipe("wlb", place="in_order", shard="zigzag_sequence", options=WlbQueues(max_delay=0)),
     recipe("static", pack="concat", place="vrsp", shard="contiguous"),
     recipe("chunkflow"),
     recipe("chunkflow", options=ChunkFlow(chunk_tokens=7, keep=2)),

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from equipoise import BalancedBatchSampler, Lengths, recipe
+from equipoise.packing.queues import WlbQueues
 from equipoise.recipes import Recipe
 from equipoise.samplers.plan import Cluster
 from equipoise.samplers.solve import ChunkFlow
@@ -38,7 +39,7 @@ def test_every_plan_keeps_its_promises(data: st.DataObject, lengths: list[int], 
     if chosen.shard == "whole":
         cluster = {**cluster, "cp": 1}
     cap = chosen.longest(Cluster(**cluster))
-    size = data.draw(step_sizes(cluster["dp"], max(*lengths, cap % (1 << 40)), packs=chosen.one_size))
+    size = data.draw(step_sizes(cluster["dp"], max(1, *lengths, cap % (1 << 40)), packs=chosen.one_size))
     sampler = make(
         lengths,
         chosen,
@@ -70,7 +71,7 @@ def test_every_plan_keeps_its_promises(data: st.DataObject, lengths: list[int], 
         for document, tokens in zip(plan.packs.spans.document, plan.packs.spans.tokens, strict=True):
             if document >= 0:
                 seen[document] = seen.get(document, 0) + tokens
-    if sampler.admission.last == "partial":
+    if sampler.config["last"] == "partial":
         policy = sampler.items.too_long
         expected = {d: min(n, cap) if policy == "truncate" else n for d, n in enumerate(lengths) if n}
         if policy == "drop":
@@ -85,9 +86,11 @@ def test_a_step_holds_the_same_documents_under_every_recipe(
 ) -> None:
     """Where no document is cut at the door; what a recipe can take whole differs."""
     cluster = {**cluster, "max_tokens_per_rank": max(cluster["max_tokens_per_rank"], *lengths)}
-    size = data.draw(step_sizes(cluster["dp"], max(lengths), packs=False))
+    size = data.draw(step_sizes(cluster["dp"], max(1, *lengths), packs=False))
     contents = set()
     for chosen in RECIPES:
+        if isinstance(chosen.options, WlbQueues) and chosen.options.max_delay:
+            continue  # carries over: see test_carry.py
         cluster = {**cluster, "cp": 1 if chosen.shard == "whole" else cluster["cp"]}
         sampler = make(lengths, chosen, **cluster, **size, too_long="split")
         if sampler is None:
@@ -219,14 +222,14 @@ def test_mixes_are_checked_by_naming_both_halves() -> None:
         )
     with pytest.raises(ValueError, match=r"pack='gds' and place='vrsp' do not fit: pack='gds' goes with place='gds'"):
         recipe("skrull", place="vrsp")
-    with pytest.raises(ValueError, match="takes options of type FlexSp; got ChunkFlow"):
+    with pytest.raises(ValueError, match="take options of type FlexSp; got ChunkFlow"):
         recipe("flexsp", options=ChunkFlow())
     assert recipe("static", pack="best_fit") == recipe("static")
     assert recipe("wlb", place="in_order").name == "wlb+place=in_order"
 
 
 def test_fixed_slots_that_cannot_hold_a_step_say_what_would() -> None:
-    sampler = make([8] * 9, recipe("wlb"), dp=2, max_tokens_per_rank=8, documents_per_step=9, slots=4)
+    sampler = make([8] * 9, recipe("static"), dp=2, max_tokens_per_rank=8, documents_per_step=9, slots=4)
     assert sampler is not None
     with pytest.raises(ValueError, match=r"slots=4 on 2 replicas make 8 packs.*needs 9 for its 72 tokens: raise slots"):
         sampler.plan(0)

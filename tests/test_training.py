@@ -24,6 +24,7 @@ RECIPES = [
     for name in ("static", "wlb", "vrsp")
     for attend, shard in (("ring", "zigzag"), ("ulysses", "contiguous"))
 ]
+RECIPES += [recipe("skrull")]
 RECIPES += [recipe("static", pack="concat", shard="zigzag_sequence"), recipe("vrsp", attend="ring")]
 
 

@@ -16,6 +16,7 @@ MIXES = [
     {"pack": "best_fit", "shard": "zigzag"},
     {"pack": "concat", "shard": "zigzag_sequence"},
     {"pack": "wlb", "shard": "contiguous"},
+    {"pack": "gds", "place": "gds", "shard": "dacp"},
 ]
 
 
