@@ -25,6 +25,7 @@ _HOMES = {
     "BalancedBatchSampler": "samplers.batch_sampler",
     "Recipe": "recipes",
     "recipe": "recipes",
+    "plan": "recipes",
     "AttentionPlan": "attention.plan",
     "CpGroups": "attention.groups",
     "attend": "attention.executor",

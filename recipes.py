@@ -33,9 +33,11 @@ import numpy as np
 
 from .packing.cost import CostModel
 from .packing.dacp import dacp, dacp_costs, dacp_shards
+from .packing.lengths import Lengths
 from .packing.packs import Spans
 from .packing.queues import WlbQueues
 from .packing.shards import Shards, contiguous, zigzag
+from .samplers.batch_sampler import BalancedBatchSampler
 from .samplers.dynamic_cp import DynamicCp
 from .samplers.flexsp import FlexSp
 from .samplers.order import Window
@@ -169,6 +171,15 @@ NAMED = {
 }
 
 
+def choose(recipe: Recipe | str) -> Recipe:
+    """A recipe as it is, or the named one."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe not in NAMED:
+        raise ValueError(f"recipe must be one of {', '.join(NAMED)}; got {recipe!r}")
+    return NAMED[recipe]
+
+
 def recipe(
     name: str,
     *,
@@ -179,11 +190,47 @@ def recipe(
     options: Options | None = None,
 ) -> Recipe:
     """A named recipe, or a mix that starts from one. Raises ValueError for an unknown name or halves that do not fit."""
-    if name not in NAMED:
-        raise ValueError(f"recipe must be one of {', '.join(NAMED)}; got {name!r}")
-    base = NAMED[name]
+    base = choose(name)
     choices = {"pack": pack, "place": place, "shard": shard, "attend": attend}
     changed = {key: value for key, value in choices.items() if value is not None and value != getattr(base, key)}
     mixed = "".join(f"+{key}={value}" for key, value in changed.items())
     kept = base.options if base.pack == changed.get("pack", base.pack) else None
     return replace(base, name=name + mixed, options=options or kept, **changed)  # type: ignore[arg-type]
+
+
+def plan(
+    lengths: Lengths | np.ndarray,
+    recipe: Recipe | str,
+    *,
+    dp: int,
+    cp: int = 1,
+    max_tokens_per_rank: int,
+    sync: str = "step",
+    slots: int | None = None,
+    seed: int = 0,
+    too_long: str = "error",
+    cost: Cost | None = None,
+) -> StepPlan:
+    """One optimizer step of all these documents: from lengths to a ``StepPlan``, without torch.
+
+    It can be checked, measured, simulated, saved and loaded. Nothing is held back for a later step, there being none.
+
+        >>> step = plan(np.array([700, 90, 400, 300, 80, 30]), "vrsp", dp=2, max_tokens_per_rank=1000)
+        >>> step.check(); step.packs.tokens.tolist()
+        [1000, 600]
+    """
+    sampler = BalancedBatchSampler(
+        lengths if isinstance(lengths, Lengths) else Lengths.from_array(lengths),
+        choose(recipe),
+        max_tokens_per_rank=max_tokens_per_rank,
+        dp=dp,
+        cp=cp,
+        documents_per_step=len(lengths) + 1,
+        slots=slots,
+        sync=sync,
+        seed=seed,
+        too_long=too_long,
+        cost=cost,
+        evaluation=True,
+    )
+    return sampler.plan(0)

@@ -149,7 +149,7 @@ class BalancedBatchSampler:
         window = self.admission.window(epoch, step)
         if window is None:
             raise IndexError(f"epoch {epoch} has {self.admission.num_steps(epoch)} steps, no step {step}")
-        return self.recipe.solve(window, self.cluster, self.cost)
+        return replace(self.recipe.solve(window, self.cluster, self.cost), config=self.config)
 
     @property
     def steps_per_epoch(self) -> int:

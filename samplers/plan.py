@@ -9,14 +9,21 @@ ranks from ``first_rank``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from os import PathLike
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
 from ..packing.chunkflow import schedule
 from ..packing.packs import Packs, Spans
+
+if TYPE_CHECKING:
+    from ..packing.cost import ModelShape
+    from .network import ClusterShape
+    from .simulate import StepTime
 
 SYNC = ("step", "slot")
 
@@ -106,6 +113,8 @@ class StepPlan:
     largest_group: int  # ranks that one pack may be given
     num_targets: int | None
     rounds: Rounds | None = None
+    config: dict = field(default_factory=dict)
+    """What it was planned from, plain values: told apart when it is loaded again."""
 
     @property
     def num_slots(self) -> int:
@@ -195,6 +204,36 @@ class StepPlan:
             state.update(np.ascontiguousarray(array).tobytes())
         state.update(np.ascontiguousarray(self.cp_size).tobytes())
         return state.intdigest()
+
+    def simulate(
+        self,
+        model: ModelShape,
+        shape: ClusterShape | None = None,
+        *,
+        traffic: str = "ring",
+        gradient_bytes: float = 0.0,
+        straggle: float = 0.0,
+        seed: int = 0,
+    ) -> StepTime:
+        """Seconds of this step on a cluster (default: dp x cp H100s), see ``simulate.py``."""
+        from .simulate import simulate_plan
+
+        return simulate_plan(
+            self, model, shape, traffic=traffic, gradient_bytes=gradient_bytes, straggle=straggle, seed=seed
+        )
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan to a ``.npz`` file."""
+        from .plan_file import save_plan
+
+        save_plan(self, path)
+
+    @staticmethod
+    def load(path: str | PathLike[str], config: dict | None = None) -> StepPlan:
+        """Read a plan; ValueError if the file is damaged, or names what differs if ``config`` is another."""
+        from .plan_file import load_plan
+
+        return load_plan(path, config)
 
     def describe(self) -> str:
         """Tokens, seconds, balance and distance to the bound, in a few lines."""

@@ -25,12 +25,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..packing.accounts import kv_bytes_per_token
 from ..packing.chunkflow import BACKWARD
 from ..packing.chunkflow_places import Placement
 from ..packing.cost import ATTENTION_BACKWARD, LINEAR_BACKWARD, Float64, ModelShape
 from .network import ClusterShape, Network, exposed, exposed_ring
 from .pipeline import Schedule, Times, interleaved, run, state_aware
-from .plan import SYNC
+from .plan import SYNC, StepPlan
 
 __all__ = ["ClusterShape", "Network", "StepTime", "exposed", "chunkflow_seconds", "pack_seconds", "simulate"]
 
@@ -162,6 +163,54 @@ def pack_seconds(
     attention = np.bincount(pack, weights=calls, minlength=len(ranks)).astype(np.float64)
     held = np.bincount(pack, weights=tokens, minlength=len(ranks))
     return attention, shape.linear_seconds(model, held / ranks)
+
+
+def simulate_plan(
+    plan: StepPlan,
+    model: ModelShape,
+    shape: ClusterShape | None = None,
+    *,
+    traffic: str = "ring",
+    gradient_bytes: float = 0.0,
+    straggle: float = 0.0,
+    seed: int = 0,
+) -> StepTime:
+    """Simulate a step as it was planned, on `shape` (default: as many H100s as the plan has ranks)."""
+    cluster, grid = plan.cluster, plan.grid
+    shape = shape or ClusterShape(dp=cluster.dp, cp=cluster.cp)
+    if (shape.dp, shape.cp) != (cluster.dp, cluster.cp):
+        raise ValueError(
+            f"The plan is for dp={cluster.dp} x cp={cluster.cp}; the cluster to simulate has dp={shape.dp} x cp={shape.cp}."
+        )
+    attention, linear = pack_seconds(
+        shape,
+        model,
+        tokens=plan.packs.spans.tokens,
+        pairs=plan.packs.spans.pairs,
+        offsets=plan.packs.offsets,
+        cp_size=plan.cp_size,
+    )
+    schedules: Schedule | list[Schedule] | None = None
+    if plan.rounds is not None:
+        ranks = range(0, shape.num_ranks, shape.cp)
+        each = [
+            state_aware(plan.operations(rank), shape.pp) for rank in (ranks if cluster.sync == "step" else ranks[:1])
+        ]
+        schedules = each if cluster.sync == "step" else each[0]
+    return simulate(
+        shape,
+        attention=attention[grid],
+        linear=linear[grid],
+        received=plan.loads().rows * kv_bytes_per_token(model),
+        traffic=traffic,
+        first_rank=plan.first_rank[grid],
+        cp_size=plan.cp_size[grid],
+        sync=cluster.sync,
+        schedules=schedules,
+        gradient_bytes=gradient_bytes,
+        straggle=straggle,
+        seed=seed,
+    )
 
 
 def chunkflow_seconds(
