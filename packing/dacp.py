@@ -150,10 +150,18 @@ def _time(tokens, whole, split, sent, rank, cp, cap):
         else:
             local[rank[i]] += tokens[i]
             work[rank[i]] += whole[i]
-    # Cut tokens are dealt to within one, so fewer than cp of them leave ranks without.
-    if local.max() + -(-cut // cp) > cap or (local.min() == 0 and cut < cp and cut + local.sum() >= cp):
+    if local.max() + -(-cut // cp) > cap or _idle(local, cut):
         return MAX_INT64
     return max(comm, work.max()) + after
+
+
+@njit(nogil=True, cache=True)
+def _idle(local, cut):
+    """Whether a rank holds no token that could hold one; of a few cut tokens each of the first ranks gets one."""
+    for r in range(cut, len(local)):
+        if local[r] == 0:
+            return cut + local.sum() >= len(local)
+    return False
 
 
 @njit(nogil=True, cache=True)
@@ -258,9 +266,8 @@ def _improve(tokens, whole, split, sent, falling, cp, cap, rank, least):
                     idlest = r
             for r in (-1, idlest):
                 _add(tokens, whole, split, sent, local, work, shared, i, r, 1)
-                idle = local.min() == 0 and shared[0] < cp and shared[0] + local.sum() >= cp
                 time = max(shared[1], work.max()) + shared[2]
-                if time < least and local.max() + -(-shared[0] // cp) <= cap and not idle:
+                if time < least and local.max() + -(-shared[0] // cp) <= cap and not _idle(local, shared[0]):
                     best, least = r, time
                 _add(tokens, whole, split, sent, local, work, shared, i, r, -1)
             rank[i] = best

@@ -26,7 +26,7 @@ def packs(draw: st.DrawFn, longest: int = 25) -> tuple[tuple[np.ndarray, ...], i
     def column(low: int, high: int) -> np.ndarray:
         return np.array(draw(st.lists(st.integers(low, high), min_size=count, max_size=count)), np.int64)
 
-    tokens = column(1, 40)
+    tokens = column(1, draw(st.sampled_from([1, 2, 40, 40])))
     whole = tokens * (tokens + 9) if draw(st.booleans()) else column(0, 200)
     split = -(-whole // cp) if draw(st.booleans()) else column(0, 100)
     cap = -(-int(tokens.sum()) // cp) + draw(st.sampled_from([0, 0, 1, 5, 1000]))
@@ -60,6 +60,16 @@ def test_the_cap_is_hard_no_rank_is_empty_and_cutting_all_is_never_better(proble
         assert time <= time_by_hand(problem, published)
 
 
+@settings(max_examples=300, deadline=None)
+@given(packs(), st.data())
+def test_the_time_of_any_decision(problem, data):
+    arrays, cp, cap = problem
+    count = len(arrays[0])
+    rank = np.array(data.draw(st.lists(st.integers(-1, cp - 1), min_size=count, max_size=count)), np.int64)
+    time = dacp_time(*arrays, rank, cp_size=cp, max_tokens_per_rank=cap)
+    assert (np.inf if time is None else time) == time_by_hand(problem, rank)
+
+
 def test_it_is_close_to_the_best_of_all_decisions():
     """Six documents on two or three ranks, all decisions; costs as Skrull's."""
     rng, ratios = np.random.default_rng(0), []
@@ -73,7 +83,7 @@ def test_it_is_close_to_the_best_of_all_decisions():
         times = (dacp_time(*arrays, np.array(way), **group) for way in product(range(-1, cp), repeat=6))
         best = min(time for time in times if time is not None)
         ratios.append(dacp_time(*arrays, dacp(*arrays, **group), **group) / best)
-    assert np.mean(ratios) <= 1.01 and np.max(ratios) <= 1.1
+    assert np.mean(ratios) <= 1.003 and np.max(ratios) <= 1.03
 
 
 def published_by_hand(tokens: list[int], whole: list[float], cp: int, cap: float) -> list[int] | None:

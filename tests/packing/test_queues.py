@@ -109,6 +109,18 @@ def test_a_giant_waits_for_its_like_and_goes_when_late():
     assert giants_that_go([4]) == 1
 
 
+def test_a_run_takes_the_costliest_that_fit_and_late_ones_before_them():
+    def gone(tokens: list[int], age: list[int], fill: float) -> list[int]:
+        options = WlbQueues(thresholds=(1,), max_delay=8, fill=fill)
+        goes = release(tokens, np.square(tokens), age, 2, 100, options)
+        return np.array(tokens)[goes].tolist()
+
+    # 100 tokens: the two of 40 match each other, one of 20 fits beside them; from 20 up the run would not fit.
+    assert gone([40, 20, 20, 30, 40], [1] * 5, 0.5) == [40, 20, 40]
+    # 110 tokens: 20 and 30 are late; 30, 40, 40 would be the run, but with 20 only one of 40 fits.
+    assert gone([20, 30, 40, 40], [8, 8, 1, 1], 0.55) == [20, 30, 40]
+
+
 def test_company_is_saved_for_an_outlier_that_must_go_soon():
     tokens = np.array([64, 24, 24, *[4] * 30])
     options = WlbQueues(thresholds=(16,), max_delay=8)

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
-    """Few or many documents, tails, giants at the cap; dp 1 … 12."""
+def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int, int]:
+    """Few or many documents, tails, giants at the cap; costs that grow with length, against it, or are nothing."""
     capacity = draw(st.integers(1, 60))
     lengths = st.one_of(st.integers(1, capacity), st.integers(1, max(capacity // 8, 1)), st.just(capacity))
-    return np.array(draw(st.lists(lengths, max_size=60)), np.int64), draw(st.integers(1, 12)), capacity
+    tokens = np.array(draw(st.lists(lengths, max_size=60)), np.int64)
+    cost = draw(st.sampled_from([tokens * (tokens + 7), capacity - tokens, 0 * tokens]))
+    return tokens, cost, draw(st.integers(1, 12)), capacity
 
 
 def check(tokens: np.ndarray, dp: int, capacity: int, plan: tuple[np.ndarray, ...]) -> int:
@@ -39,21 +41,21 @@ def check(tokens: np.ndarray, dp: int, capacity: int, plan: tuple[np.ndarray, ..
 @settings(max_examples=300, deadline=None)
 @given(steps(), st.integers(0, 9))
 def test_every_document_once_under_the_cap_and_no_micro_batch_empty(step, key):
-    tokens, dp, capacity = step
-    plan = gds(tokens, tokens * (tokens + 7), dp=dp, capacity=capacity, key=key)
+    tokens, cost, dp, capacity = step
+    plan = gds(tokens, cost, dp=dp, capacity=capacity, key=key)
     slots = check(tokens, dp, capacity, plan)
-    again = gds(tokens, tokens * (tokens + 7), dp=dp, capacity=capacity, key=key)
+    again = gds(tokens, cost, dp=dp, capacity=capacity, key=key)
     assert all((a == b).all() for a, b in zip(plan, again, strict=True))
     fixed = slots + key % 3
-    assert check(tokens, dp, capacity, gds(tokens, tokens**2, dp=dp, capacity=capacity, slots=fixed)) == fixed
+    assert check(tokens, dp, capacity, gds(tokens, cost, dp=dp, capacity=capacity, slots=fixed)) == fixed
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(steps(), st.integers(1, 6))
 def test_fixed_slots_hold_whatever_best_fit_holds(step, slots):
-    tokens, dp, capacity = step
+    tokens, cost, dp, capacity = step
     try:
-        check(tokens, dp, capacity, gds(tokens, tokens**2, dp=dp, capacity=capacity, slots=slots))
+        check(tokens, dp, capacity, gds(tokens, cost, dp=dp, capacity=capacity, slots=slots))
     except ValueError:
         assert len(best_fit_decreasing(tokens, capacity)[1]) - 1 > dp * slots
 
@@ -61,8 +63,8 @@ def test_fixed_slots_hold_whatever_best_fit_holds(step, slots):
 @settings(max_examples=200, deadline=None)
 @given(steps(), st.sampled_from([0.3, 0.8, 1.0]))
 def test_slots_are_few_but_leave_room(step, fill):
-    tokens, dp, capacity = step
-    slots = check(tokens, dp, capacity, gds(tokens, tokens, dp=dp, capacity=capacity, fill=fill))
+    tokens, cost, dp, capacity = step
+    slots = check(tokens, dp, capacity, gds(tokens, cost, dp=dp, capacity=capacity, fill=fill))
     assert tokens.sum() <= max(fill * dp * slots * capacity, 1) + dp * slots or slots == 1
     packs = len(best_fit_decreasing(tokens, capacity)[1]) - 1
     assert slots <= max(1, -(-packs // dp), -(-int(tokens.sum()) // max(int(fill * dp * capacity), 1)))
@@ -82,6 +84,22 @@ def test_replicas_are_even_and_long_documents_are_spread():
             longs[replica[p], slot[p]] = (tokens[items] > 8999).sum()
         assert work.sum(1).max() <= 1.001 * work.sum(1).mean()
         assert (longs == 1).all()
+
+
+def test_replicas_are_even_where_few_documents_make_a_step():
+    rng, ratios = np.random.default_rng(0), []
+    for _ in range(40):
+        tokens = np.clip(rng.lognormal(8, 1, 40), 16, 32768).astype(np.int64)
+        cost = tokens * (tokens + 8000)
+        order, offsets, _, replica = gds(tokens, cost, dp=4, capacity=65536, slots=2)
+        work = np.bincount(np.repeat(replica, np.diff(offsets)), weights=cost[order])
+        ratios.append(work.max() / max(cost.max(), work.mean()))
+    assert np.mean(ratios) <= 1.001
+
+
+def test_no_micro_batch_is_empty_where_documents_cost_nothing_and_are_hard_to_fit():
+    tokens = np.array([6, 6, 6, 1, 1, 1])
+    check(tokens, 2, 10, gds(tokens, 0 * tokens, dp=2, capacity=10, slots=2))
 
 
 def test_the_costliest_micro_batches_share_a_slot_and_slots_are_shuffled():
