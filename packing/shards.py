@@ -1,7 +1,7 @@
 """Shards: which tokens of a pack each rank of a context-parallel (CP) group holds (the third decision).
 
-Three rules, each for any document length >= 0 and any group size >= 1, without padding; token counts of the ranks
-never differ by more than one:
+Four rules, each for any document length >= 0 and any group size >= 1, without padding; token counts of the ranks
+differ by at most one (or one stripe):
 
 - `contiguous`: the pack is cut into cp equal runs. What Ulysses and recurrent layers want; the last rank of a causal
   ring computes the most.
@@ -9,6 +9,10 @@ never differ by more than one:
   document, and no better than `contiguous` a pack of many.
 - `zigzag(per="document")`: every document is cut into 2·cp chunks in the same way (WLB-LLM section 5.1, Megatron's
   THD layout). Balances pairs exactly, at the price of short kernels and of nearly all the ring's traffic.
+- `striped`: stripes of a few tokens in turn (Striped Attention). Balances one document to within a stripe, and needs
+  all of the ring's traffic and a kernel that takes positions.
+
+Which of them a pack is better off with is for `sharding_choice.py` to say; `mixed.py` decides per document.
 
 The 2·cp chunks of a document of t tokens have t // (2·cp) tokens each; the t % (2·cp) tokens that remain lengthen one
 chunk each, beginning at an index that runs on from document to document. That running index equals the document's
@@ -85,7 +89,7 @@ def contiguous(cu_seqlens: npt.ArrayLike, cp_size: int) -> Shards:
     """Rank r holds the r-th of cp_size equal runs of the pack. cu_seqlens: int[k + 1], from 0, never falling."""
     cu = _boundaries(cu_seqlens, cp_size)
     start, stop, document, run = _cut(cu, cp_size)
-    return _shards(cu, cp_size, start, stop, document, run)
+    return from_pieces(cu, cp_size, start, stop, document, run)
 
 
 def zigzag(cu_seqlens: npt.ArrayLike, cp_size: int, per: str = "document") -> Shards:
@@ -96,19 +100,39 @@ def zigzag(cu_seqlens: npt.ArrayLike, cp_size: int, per: str = "document") -> Sh
     cu = _boundaries(cu_seqlens, cp_size)
     if per == "sequence":
         start, stop, document, chunk = _cut(cu, 2 * cp_size)
-        return _shards(cu, cp_size, start, stop, document, np.minimum(chunk, 2 * cp_size - 1 - chunk))
+        return from_pieces(cu, cp_size, start, stop, document, np.minimum(chunk, 2 * cp_size - 1 - chunk))
     if per == "document":
         return _zigzag_documents(cu, cp_size)
     raise ValueError(f'zigzag cuts per="document" or per="sequence"; got per={per!r}.')
 
 
-def _boundaries(cu_seqlens: npt.ArrayLike, cp_size: int) -> Int64:
+def striped(cu_seqlens: npt.ArrayLike, cp_size: int, stripe: int = 1) -> Shards:
+    """Stripes of `stripe` tokens of the pack dealt to the ranks in turn (Striped Attention, arXiv:2311.09431).
+
+    cu_seqlens: int[k + 1], from 0, never falling. Ranks differ by at most `stripe` tokens, and for one causal document by
+    less than stripe x tokens pairs. A stripe of one token is a segment of its own: the plan has a segment per token.
+    """
+    cu = _boundaries(cu_seqlens, cp_size)
+    if stripe < 1:
+        raise ValueError(f"A stripe has at least one token; got stripe={stripe}.")
+    cuts = np.union1d(cu, np.arange(0, cu[-1], stripe))
+    start = cuts[:-1]
+    document = np.searchsorted(cu, start, side="right") - 1
+    return from_pieces(cu, cp_size, start, cuts[1:], document, start // stripe % cp_size)
+
+
+def boundaries(cu_seqlens: npt.ArrayLike) -> Int64:
+    """cu_seqlens as int64[k + 1]; refuses what does not rise from 0."""
     cu = np.asarray(cu_seqlens)
     if cu.ndim != 1 or len(cu) == 0 or cu.dtype.kind not in "iu" or cu[0] != 0 or np.any(cu[1:] < cu[:-1]):
         raise ValueError(f"cu_seqlens must be integers in one dimension that rise from 0; got {cu}.")
+    return cu.astype(np.int64)
+
+
+def _boundaries(cu_seqlens: npt.ArrayLike, cp_size: int) -> Int64:
     if cp_size < 1:
         raise ValueError(f"A CP group has at least one rank; got cp_size={cp_size}.")
-    return cu.astype(np.int64)
+    return boundaries(cu_seqlens)
 
 
 def _cut(cu: Int64, pieces: int) -> tuple[Int64, Int64, Int64, Int64]:
@@ -140,11 +164,15 @@ def _zigzag_documents(cu: Int64, cp_size: int) -> Shards:
     chunk = np.stack([np.arange(cp_size), chunks - 1 - np.arange(cp_size)], axis=1)
     start, stop = (edges[chunk + after].transpose(0, 2, 1).ravel() for after in (0, 1))
     document = np.tile(np.repeat(np.arange(len(first)), 2), cp_size)
-    return _shards(cu, cp_size, start, stop, document, np.repeat(np.arange(cp_size), 2 * len(first)))
+    return from_pieces(cu, cp_size, start, stop, document, np.repeat(np.arange(cp_size), 2 * len(first)))
 
 
-def _shards(cu: Int64, cp_size: int, start: Int64, stop: Int64, document: Int64, rank: Int64) -> Shards:
-    """Group pieces by rank in the order given; drop the empty, merge what touches (the last rank's middle chunks)."""
+def from_pieces(cu: Int64, cp_size: int, start: Int64, stop: Int64, document: Int64, rank: Int64) -> Shards:
+    """Shards of pieces (positions start … stop of one document, on a rank; int64[p] each) that cover the pack once.
+
+    cu: int64[k + 1] boundaries. Pieces of a rank keep the order given; empty ones are dropped, and such as touch are merged
+    (the last rank's middle chunks).
+    """
     kept = np.flatnonzero(stop > start)
     if np.any(rank[1:] < rank[:-1]):
         kept = kept[np.argsort(rank[kept], kind="stable")]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from equipoise.packing import shards as module
 from equipoise.packing.best_fit import best_fit_decreasing
-from equipoise.packing.shards import Shards, contiguous, zigzag
+from equipoise.packing.shards import Shards, contiguous, striped, zigzag
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,6 +116,22 @@ def held(shards: Shards) -> list[list[int]]:
     return [shards.positions(rank).tolist() for rank in range(shards.cp_size)]
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 6), st.integers(1, 9))
+def test_stripes_are_dealt_in_turn(lengths, cp, stripe):
+    shards = striped(boundaries(lengths), cp, stripe)
+    stripes = [list(range(a, min(a + stripe, sum(lengths)))) for a in range(0, sum(lengths), stripe)]
+    assert held(shards) == [[p for one in stripes[rank::cp] for p in one] for rank in range(cp)]
+    assert np.ptp(shards.tokens()) <= stripe
+    cu, start, stop = boundaries(lengths), shards.segments[:, 0], shards.segments[:, 1]
+    assert np.all(cu[shards.document] <= start) and np.all(stop <= cu[shards.document + 1]) and np.all(stop > start)
+
+
+def test_stripes_balance_one_document():
+    pairs = striped([0, 4096], 8).pairs()
+    assert pairs.max() - pairs.min() < 4096 and contiguous([0, 4096], 8).pairs().max() > 1.8 * pairs.max()
+
+
 def test_golden_vectors():
     """Megatron's and Transformer Engine's own test vectors for zigzag per document."""
     assert held(zigzag([0, 8, 16], 2)) == [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]]
@@ -124,14 +140,6 @@ def test_golden_vectors():
     assert held(zigzag([0, 8, 12, 16], 2))[0] == [0, 1, 6, 7, 8, 11, 12, 15]
     # Seven tokens padded to eight leave 3 and 4 valid ones; unpadded they are shared out alike.
     assert zigzag([0, 7], 2).tokens().tolist() == [3, 4]
-
-
-def test_golden_route_from_contiguous_to_zigzag():
-    """Megatron's layout conversion, cu [0, 8, 12, 16], cp 2: rank 0 sends four of its tokens to each rank."""
-    from_rank_0 = contiguous([0, 8, 12, 16], 2).positions(0)
-    target = zigzag([0, 8, 12, 16], 2)
-    sent = [np.intersect1d(target.positions(rank), from_rank_0) for rank in range(2)]
-    assert np.concatenate(sent).tolist() == [0, 1, 6, 7, 2, 3, 4, 5] and [len(s) for s in sent] == [4, 4]
 
 
 def test_a_causal_ring_without_zigzag_computes_one_to_four_blocks():
@@ -177,6 +185,8 @@ def test_wrong_arguments_are_refused():
         contiguous([0, 4], 0)
     with pytest.raises(ValueError, match="per='token'"):
         zigzag([0, 4], 2, per="token")
+    with pytest.raises(ValueError, match="stripe=0"):
+        striped([0, 4], 2, 0)
 
 
 def test_examples():
