@@ -35,7 +35,7 @@ SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "n
 
 def main(
     balanced: Annotated[
-        str, typer.Option("--recipe", help="What static is compared with: wlb, vrsp, or static alone.")
+        str, typer.Option("--recipe", help="What static is compared with: wlb, vrsp, skrull, or static alone.")
     ] = "vrsp",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per recipe.")] = 2,
     dp: Annotated[int, typer.Option(min=1, help="Data-parallel replicas.")] = 2,
@@ -95,7 +95,7 @@ def main(
 
 
 def chosen(balanced: str, attention: str, cp: int) -> list[Recipe]:
-    """``static`` and the balanced one, attending alike."""
+    """``static`` and the balanced one, attending alike where the recipe leaves that open."""
     shards = {"ring": "zigzag", "ulysses": "contiguous"}
     if attention not in shards:
         raise typer.BadParameter(f"--attention must be ring or ulysses; got {attention!r}")
@@ -104,10 +104,18 @@ def chosen(balanced: str, attention: str, cp: int) -> list[Recipe]:
             f"Ulysses needs --cp at most the {SHAPE['num_attention_heads']} heads of this model; got {cp}"
         )
     try:
-        names = dict.fromkeys(["static", balanced])
-        return [recipe(name, shard=shards[attention], attend=attention) for name in names]
+        own = {name: recipe(name) for name in ("static", balanced)}
     except ValueError as error:
         raise typer.BadParameter(f"--recipe: {error}") from error
+    if not own[balanced].one_size:
+        raise typer.BadParameter(
+            f"--recipe {balanced} plans {'chunks with a store' if balanced == 'chunkflow' else 'groups of unequal size'}, and the "
+            f"attention that runs these is not built yet; equipoise.plan(…, {balanced!r}) plans and simulates them"
+        )
+    mixable = {name: each for name, each in own.items() if each.shard in ("zigzag", "contiguous")}
+    if attention == "ulysses" and len(mixable) < len(own):
+        raise typer.BadParameter(f"--recipe {balanced} shards for a ring; got --attention ulysses")
+    return [recipe(name, shard=shards[attention], attend=attention) if name in mixable else own[name] for name in own]
 
 
 def check_world(dp: int, cp: int, sync: str) -> None:

@@ -10,6 +10,7 @@ import json
 import zipfile
 from dataclasses import asdict
 from os import PathLike
+from typing import Any
 
 import numpy as np
 
@@ -61,10 +62,7 @@ def _assembled(header: dict, arrays: dict[str, np.ndarray]) -> StepPlan:
     rounds = None
     if "keep" in header:
         rounds = Rounds(keep=header["keep"], **{name: arrays[f"round_{name}"] for name in _ROUNDS})
-    return StepPlan(
-        packs=Packs(spans=Spans(**{name: arrays[f"span_{name}"] for name in _SPANS}), offsets=arrays["offsets"]),
-        cluster=Cluster(**header["cluster"]),
-        rounds=rounds,
-        **{name: arrays[name] for name in _PLAN},
-        **{name: header[name] for name in _HEADER},
-    )
+    spans = Spans(**{name: arrays[f"span_{name}"] for name in _SPANS})
+    fields: dict[str, Any] = {name: arrays[name] for name in _PLAN} | {name: header[name] for name in _HEADER}
+    packs, cluster = Packs(spans=spans, offsets=arrays["offsets"]), Cluster(**header["cluster"])
+    return StepPlan(packs=packs, cluster=cluster, rounds=rounds, **fields)
