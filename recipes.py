@@ -103,6 +103,11 @@ class Recipe:
         """Whether every pack is run by a whole CP group and holds at most its cap."""
         return self.place not in ("flexsp", "dynamic_cp", "chunkflow")
 
+    @property
+    def cuts(self) -> bool:
+        """Whether packing may cut a document that fits."""
+        return self.pack in ("concat", "chunks")
+
     def longest(self, cluster: Cluster) -> int:
         """Tokens of the longest document that this recipe can take whole."""
         if self.place == "chunkflow":

@@ -41,14 +41,15 @@ class PlannedDataset(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def lengths(self) -> Lengths:
+    def lengths(self, group: str | None = None) -> Lengths:
         """The length index: from Arrow offsets; any other dataset is read once, a document at a time."""
         if hasattr(self.dataset, "data") and hasattr(self.dataset, "column_names"):
-            return Lengths.from_dataset(self.dataset, targets=self.targets)
-        if self.targets is not None:
+            return Lengths.from_dataset(self.dataset, targets=self.targets, group=group)
+        named = self.targets or group
+        if named is not None:
             raise ValueError(
-                f"targets={self.targets!r} names a column of a HF Dataset; this is a {type(self.dataset).__name__}: pass "
-                f"lengths=Lengths(tokens=…, targets=…) instead"
+                f"{named!r} names a column of a HF Dataset; this is a {type(self.dataset).__name__}: pass "
+                f"lengths=Lengths(tokens=…, targets=…, group=…) instead"
             )
         measured = (self.rows([document])["input_ids"][0] for document in range(len(self)))
         return Lengths.from_array(np.fromiter((len(ids) for ids in measured), np.int64, len(self)))

@@ -50,6 +50,7 @@ class BalancedLoader:
         lengths: length index; default: read from the dataset (Arrow offsets; else every document is measured once).
         targets: column with the number of targets of each document (int). Without it they follow from the lengths, or,
             where the dataset has ``labels``, are all-reduced on a CPU group ahead of training.
+        group_key: column whose equal values keep documents together in one pack (answers to one prompt, a DPO pair).
         num_workers, prefetch_factor, pin_memory, timeout: torch ``DataLoader``'s; ``timeout`` bounds every wait, seconds.
         ahead: micro-batches that the background thread may hold ready.
         check_every: the plan's digest is compared across ranks at the first step and every so many.
@@ -74,6 +75,7 @@ class BalancedLoader:
         mesh: DeviceMesh | None = None,
         lengths: Lengths | None = None,
         targets: str | None = None,
+        group_key: str | None = None,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
@@ -94,7 +96,9 @@ class BalancedLoader:
         place = coordinates(mesh, dp, cp, rank)
         self.dataset = PlannedDataset(dataset, targets=targets)
         if lengths is None:
-            lengths = self.dataset.lengths()
+            lengths = self.dataset.lengths(group_key)
+        elif group_key is not None:
+            raise ValueError("group_key names a column to read; with lengths= give Lengths(group=…) instead")
         elif len(lengths) != len(self.dataset):
             raise ValueError(f"the length index has {len(lengths)} documents, the dataset {len(self.dataset)}")
         count_targets = lengths.targets is not None or not self.dataset.has_labels

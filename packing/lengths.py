@@ -42,13 +42,15 @@ class Lengths:
     """int64[n], pairs of each document under its mask; None: causal, t(t + 1)/2."""
     targets: Integers | None = None
     """int64[n], tokens of each document that carry a loss; None: all but the first, t - 1."""
+    group: Integers | None = None
+    """int64[n]: documents of one number stay together (answers to one prompt, a DPO pair); None: each by itself."""
     source: str = "array"
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "pairs", "targets"):
+        for name in ("tokens", "pairs", "targets", "group"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _integers(name, getattr(self, name)))
-        for name in ("pairs", "targets"):
+        for name in ("pairs", "targets", "group"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.tokens):
                 raise ValueError(
@@ -142,15 +144,19 @@ class Lengths:
         return Lengths(tokens=_lognormal(law, num_documents, seed), source=f"lognormal law, seed {seed}")
 
     @staticmethod
-    def from_dataset(dataset: Any, column: str = "input_ids", *, targets: str | None = None) -> Lengths:
+    def from_dataset(
+        dataset: Any, column: str = "input_ids", *, targets: str | None = None, group: str | None = None
+    ) -> Lengths:
         """From the list column `column` of a HF `Dataset`, by its Arrow offsets: no token is read.
 
         Sliced, chunked, selected and shuffled datasets are measured as they present themselves. targets: name of an
-        integer column with the number of target tokens of each document.
+        integer column with the number of target tokens of each document. group: name of a column of numbers or strings;
+        documents of one value stay together.
         """
         return Lengths(
             tokens=_per_row(dataset, column, _list_lengths),
             targets=None if targets is None else _per_row(dataset, targets, _whole_numbers),
+            group=None if group is None else _numbered(dataset, group),
             source=f"dataset column {column!r}",
         )
 
@@ -248,3 +254,13 @@ def _whole_numbers(chunk: Any, column: str) -> Integers:
     if not pa.types.is_integer(chunk.type):
         raise ValueError(f"Column {column!r} must hold integers; it holds {chunk.type}.")
     return chunk.fill_null(-1).to_numpy().astype(np.int64)
+
+
+def _numbered(dataset: Any, column: str) -> Int64:
+    """The distinct values of a column, numbered; int64[n] by document."""
+    if column not in dataset.column_names:
+        raise ValueError(f"The dataset has no column {column!r}; it has {', '.join(dataset.column_names)}.")
+    values = np.asarray(dataset.with_format("numpy", columns=[column])[:][column])
+    if values.ndim != 1:
+        raise ValueError(f"Column {column!r} must hold one number or string per document; got shape {values.shape}.")
+    return np.unique(values, return_inverse=True)[1].astype(np.int64)

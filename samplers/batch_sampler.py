@@ -25,6 +25,7 @@ from ..packing.cost import CostModel, Hardware, ModelShape, cost_units
 from ..packing.lengths import Lengths
 from ..packing.queues import WlbQueues
 from .carry import Held, QueuedAdmission
+from .groups import GroupedItems
 from .items import Items
 from .order import Admission, StepSize
 from .plan import Cluster, MicroBatch, StepPlan
@@ -100,7 +101,13 @@ class BalancedBatchSampler:
                 f"or tokens_per_step"
             )
         capacity = recipe.longest(self.cluster)
-        self.items = Items.of(lengths, capacity=capacity, too_long=too_long)
+        self.items: Items | GroupedItems = Items.of(lengths, capacity=capacity, too_long=too_long)
+        if lengths.group is not None:
+            if recipe.cuts:
+                raise ValueError(
+                    f"recipe {recipe.name!r} cuts documents, and documents of a group stay together and whole"
+                )
+            self.items = GroupedItems.of(self.items)
         admission = Admission(
             items=self.items,
             step_size=step_size,
@@ -131,6 +138,7 @@ class BalancedBatchSampler:
             "shuffle": shuffle,
             "last": last,
             "too_long": too_long,
+            "groups": None if lengths.group is None else len(self.items),
             "lengths": f"{xxhash.xxh3_64_hexdigest(np.ascontiguousarray(lengths.tokens).data)} of {len(lengths)}",
         }
         self._config_digest = xxhash.xxh3_64_intdigest(json.dumps(self.config, sort_keys=True).encode())

@@ -24,6 +24,7 @@ import numpy as np
 
 from ..packing.cost import cost_units
 from ..packing.queues import WlbQueues, release
+from .groups import summed
 from .order import Admission, Window
 from .plan import Cluster
 from .solve import Cost, wlb_slots
@@ -107,12 +108,13 @@ class QueuedAdmission:
             return None, held
         items = held.items if new is None else np.r_[held.items, new]
         born = held.born if new is None else np.r_[held.born, np.full(len(new), step)]
-        spans = self.base.items.spans(items)[0]
-        meant = spans.tokens if new is None else spans.tokens[len(held.items) :]
+        spans, _, atom = self.base.items.spans(items)
+        tokens, cost = summed(spans.tokens, atom), summed(cost_units(self.cost, spans.pairs, spans.tokens), atom)
+        meant = tokens if new is None else tokens[len(held.items) :]
         slots = self.cluster.slots or wlb_slots(int(meant.sum()), self.cluster)
         goes = release(
-            spans.tokens,
-            cost_units(self.cost, spans.pairs, spans.tokens),
+            tokens,
+            cost,
             step - born,
             slots * self.cluster.dp,
             self.cluster.capacity,
@@ -123,8 +125,8 @@ class QueuedAdmission:
         after = Held(
             items=items[~goes],
             born=born[~goes],
-            tokens=held.tokens + int(spans.tokens[goes].sum()),
-            waited=held.waited + int((spans.tokens[goes] * delay).sum()),
+            tokens=held.tokens + int(tokens[goes].sum()),
+            waited=held.waited + int((tokens[goes] * delay).sum()),
             longest=max(held.longest, int(delay.max(initial=0))),
         )
         return (items[goes], slots), after

@@ -147,7 +147,7 @@ def quotas(work: int, micro_batches: npt.ArrayLike, *, stages: int = 1, virtual_
     if m.ndim != 1 or len(m) == 0 or m.min() < 1 or stages < 1 or virtual_stages < 1 or work < 0:
         raise ValueError(
             "quotas takes work >= 0 and, of one dimension, at least 1 micro-batch per rank, on stages and virtual_stages of "
-            f"at least 1; got work={work}, micro_batches={micro_batches}, {stages} and {virtual_stages}."
+            f"at least 1; got work={work}, micro_batches={micro_batches!r}, {stages} and {virtual_stages}."
         )
     length = [int(k) * virtual_stages + stages - 1 for k in m]
     common = Fraction(work) / sum(Fraction(int(k), units) for k, units in zip(m, length, strict=True))

@@ -10,7 +10,7 @@ Cost: one pass over the lengths; stored are the exceptions only, 8 bytes each, s
     >>> items = Items.of(Lengths.from_array(np.array([5, 0, 3, 9])), capacity=8, too_long="split")
     >>> len(items), items.empty, items.num_split     # document 3 becomes [0, 8) and [8, 9)
     (4, 1, 1)
-    >>> spans, targets = items.spans(np.arange(4))
+    >>> spans, targets, _ = items.spans(np.arange(4))
     >>> spans.document.tolist(), spans.start.tolist(), targets.tolist()
     ([0, 2, 3, 3], [0, 0, 0, 8], [4, 2, 8, 0])
 """
@@ -89,8 +89,18 @@ class Items:
         """Documents cut into pieces."""
         return self.num_long if self.too_long == "split" else 0
 
-    def spans(self, items: np.ndarray) -> tuple[Spans, np.ndarray | None]:
-        """Spans of the items int64[k], and their target tokens int64[k] (None where a piece's count is not known)."""
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest item."""
+        return min(int(self.lengths.tokens.max()), self.capacity)
+
+    def tokens(self, items: np.ndarray) -> np.ndarray:
+        """Tokens of each item, int64[k]."""
+        return self.spans(items)[0].tokens
+
+    def spans(self, items: np.ndarray) -> tuple[Spans, np.ndarray | None, np.ndarray]:
+        """Spans of the items int64[k], their target tokens int64[k] (None where a piece's count is not known), and which
+        of the k each belongs to: here each to its own."""
         whole = len(self.lengths) - len(self.removed)
         is_piece = items >= whole
         base = np.where(is_piece, 0, items)
@@ -109,7 +119,7 @@ class Items:
         targets: np.ndarray | None = tokens - (stop == end)
         if self.lengths.targets is not None:
             targets = None if cut.any() else rows.targets
-        return Spans(document=document, start=start, stop=stop, pairs=pairs), targets
+        return Spans(document=document, start=start, stop=stop, pairs=pairs), targets, np.arange(len(items))
 
     def describe(self) -> str:
         """One sentence with the counts: nothing is dropped, cut or changed silently."""

@@ -28,6 +28,7 @@ from numba import njit
 
 from ..packing.assign import best_fit_decreasing
 from ..packing.packs import Spans
+from .groups import GroupedItems
 from .items import Items
 
 LAST = ("partial", "drop", "carry")
@@ -112,6 +113,7 @@ class Window:
     key: int  # of (seed, epoch, step), for whatever the solver shuffles
     spans: Spans
     num_targets: int | None  # None: not known from the index
+    atom: np.ndarray  # int64[n] rising: spans of one number must share a pack
     num_slots: int | None = None  # where admission decided it
 
 
@@ -125,7 +127,7 @@ class Admission:
         epoch_starts: where an epoch begins in the stream, known edges only; a resumed run puts its own in.
     """
 
-    items: Items
+    items: Items | GroupedItems
     step_size: StepSize
     capacity: int
     seed: int = 0
@@ -140,7 +142,7 @@ class Admission:
             raise ValueError(f"last must be one of {', '.join(LAST)}; got {self.last!r}")
         size, count = self.step_size, len(self.items)
         if size.tokens_per_step is not None:
-            largest = min(int(self.items.lengths.tokens.max()), self.capacity)
+            largest = self.items.longest
             if size.tokens_per_step < largest:
                 raise ValueError(
                     f"a step must hold the longest document: tokens_per_step is {size.tokens_per_step}, the longest "
@@ -172,7 +174,7 @@ class Admission:
         tokens, full = np.zeros(0, np.int64), False
         while not full and first + len(tokens) < end:
             at = first + len(tokens)
-            more = self.items.spans(self._items_at(at, min(end, at + max(64, min(_BLOCK, 2 * len(tokens))))))[0].tokens
+            more = self.items.tokens(self._items_at(at, min(end, at + max(64, min(_BLOCK, 2 * len(tokens))))))
             tokens = np.concatenate([tokens, more])
             full = tokens.sum() >= budget
         count = int(np.searchsorted(np.cumsum(tokens), budget, side="right"))
@@ -241,13 +243,14 @@ class Admission:
 
     def window_of(self, epoch: int, step: int, members: np.ndarray, num_slots: int | None = None) -> Window:
         """A step of these items."""
-        spans, targets = self.items.spans(members)
+        spans, targets, atom = self.items.spans(members)
         known = self.count_targets and targets is not None
         return Window(
             epoch=epoch,
             step=step,
             key=key_of(self.seed, epoch, step),
             spans=spans,
+            atom=atom,
             num_targets=int(targets.sum()) if known and targets is not None else None,
             num_slots=num_slots,
         )

@@ -24,6 +24,7 @@ from ..packing.wlb import wlb_balanced
 from .dynamic_cp import DynamicCp, dynamic_cp
 from .flexsp import FlexSp, SpModel, flexsp
 from .gds import gds
+from .groups import atoms_of, summed
 from .order import Window, permute
 from .plan import Cluster, Rounds, StepPlan
 from .vrsp import vrsp
@@ -67,7 +68,10 @@ def solve(
     spans = window.spans
     if window.num_slots is not None:
         cluster = replace(cluster, slots=window.num_slots)
-    units = cost_units(cost, spans.pairs, spans.tokens)
+    units = summed(cost_units(cost, spans.pairs, spans.tokens), window.atom)
+    grouped = len(units) < len(spans)
+    if grouped:
+        spans = atoms_of(spans, window.atom)
     largest = cluster.cp
     if place == "gds":
         order, offsets, slot, replica = gds(
@@ -81,6 +85,8 @@ def solve(
         layout = _chunked(spans, cost, cluster, window, options if isinstance(options, ChunkFlow) else ChunkFlow())
     else:
         layout = _packed_then_placed(spans, units, cost, cluster, window, pack, place)
+    if grouped:
+        layout = _ungrouped(layout, window, cost)
     packs, span_cost = _with_fillers(layout)
     return StepPlan(
         epoch=window.epoch,
@@ -263,6 +269,18 @@ def _chunked(spans: Spans, cost: Cost, cluster: Cluster, window: Window, options
         chunk_count=np.r_[made.chunk_count, alone + 1],
     )
     return layout
+
+
+def _ungrouped(layout: _Layout, window: Window, cost: Cost) -> _Layout:
+    """The layout of atoms as one of their documents."""
+    counts = np.bincount(window.atom)
+    first = np.cumsum(counts) - counts
+    held = counts[layout.order]
+    before = np.cumsum(held) - held
+    order = np.arange(held.sum()) + np.repeat(first[layout.order] - before, held)
+    units = cost_units(cost, window.spans.pairs, window.spans.tokens)
+    offsets = np.r_[0, np.cumsum(held)][layout.offsets]
+    return replace(layout, spans=window.spans, units=units, order=order, offsets=offsets)
 
 
 def _with_fillers(layout: _Layout) -> tuple[Packs, np.ndarray]:
