@@ -164,7 +164,7 @@ def tune(
     ends = np.cumsum(tokens) // max(size, 1)
     edges = np.concatenate([[0], np.flatnonzero(np.diff(ends)) + 1, [len(tokens)]])
     levels = [max(int(capacity) // part, 1) for part in (64, 32, 16, 8, 4)]
-    queues = [(level,) for level in levels]
+    queues: list[tuple[int, ...]] = [(level,) for level in levels]
     if options.release == "paper":
         queues += [(a, b) for a in levels for b in levels if a < b] + [(levels[2], levels[3], levels[4])]
     best, least = options, np.inf

@@ -29,7 +29,7 @@ from .packs import Int64
 
 ROUNDS = 32
 LOOKS, MORE = 16, 4096
-NEAR = 12  # good enough: within 2**-12 of the bound
+NEAR = 16  # good enough: within 2**-16 of the bound
 
 
 def refine(

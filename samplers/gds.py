@@ -3,7 +3,9 @@
 Two decisions at once, since Skrull repacks: which replica a document belongs to, by bin packing of FLOPs (LPT and
 exchanges over the step), and which of the replica's micro-batches, so that long and short ones interleave: each micro-batch
 gets its share of long documents, and short ones beside them for DACP (`packing/dacp.py`) to hide their communication
-behind. Dealing by falling cost to the micro-batch of least work does that and levels the micro-batches too.
+behind. Documents are dealt by falling cost to the micro-batch of fewest tokens: long ones spread first, short ones fill up,
+and all have like room. Dealt in turn, as published, or by least work, steps take up to a tenth longer under DACP: where
+micro-batches differ in length the fullest has to cut everything, and a giant without company waits for its keys.
 
 All replicas get the same number of micro-batches, as few as keep their mean fill at ``fill`` (DACP needs room: in a group
 whose ranks are full every document has to be cut). The costliest of each replica share a slot, the second costliest the
@@ -29,6 +31,8 @@ from ..packing.swaps import refine
 from ..packing.wlb import bins_with_room
 from .order import permute
 from .vrsp import vrsp
+
+EVENER = 6  # steps from replicas that may be full to replicas of equal tokens
 
 
 def gds(
@@ -71,16 +75,24 @@ def gds(
 
 
 def _two_levels(tokens: np.ndarray, cost: np.ndarray, dp: int, slots: int, capacity: int) -> np.ndarray | None:
-    """Micro-batch (replica x slots + nth) of each document, int64[n]; None where some document finds no room."""
-    replica = lpt(cost, tokens, dp, slots * capacity)
-    if len(replica) and replica.min() < 0:
-        return None
-    replica = refine(cost, tokens, replica, dp, slots * capacity)
+    """Micro-batch (replica x slots + nth) of each document, int64[n]; None where some document finds no room.
+
+    A replica filled to the brim can rarely be cut into micro-batches: tokens are then spread more evenly, in steps.
+    """
     falling = np.argsort(-cost, kind="stable")
-    if len(tokens) >= dp * slots:
-        _feed(replica, falling, dp, slots)
-    packs = _deal(tokens, cost, falling, replica, dp, slots, capacity)
-    return packs if not len(packs) or packs.min() >= 0 else None
+    full, even = slots * capacity, -(-int(tokens.sum()) // dp)
+    for part in range(EVENER):
+        cap = full - (full - even) * part // EVENER
+        replica = lpt(cost, tokens, dp, cap)
+        if len(replica) and replica.min() < 0:
+            return None
+        replica = refine(cost, tokens, replica, dp, cap)
+        if len(tokens) >= dp * slots:
+            _feed(replica, falling, dp, slots)
+        packs = _deal(tokens, cost, falling, replica, dp, slots, capacity)
+        if not len(packs) or packs.min() >= 0:
+            return packs
+    return None
 
 
 def _packed_first(tokens: np.ndarray, cost: np.ndarray, dp: int, slots: int, capacity: int) -> np.ndarray | None:
@@ -131,14 +143,14 @@ def _feed(replica, falling, dp, slots):
 
 @njit(nogil=True, cache=True)
 def _deal(tokens, cost, falling, replica, dp, slots, capacity):
-    """Each document, costliest first, to the micro-batch of least work (then tokens) of its replica that has room."""
+    """Each document, costliest first, to the micro-batch of fewest tokens (then least work) of its replica, if it has room."""
     work, held = np.zeros(dp * slots, np.int64), np.zeros(dp * slots, np.int64)
     packs = np.full(len(tokens), -1, np.int64)
     for i in falling:
         best = -1
         for p in range(replica[i] * slots, (replica[i] + 1) * slots):
             if held[p] + tokens[i] <= capacity:
-                if best < 0 or work[p] < work[best] or (work[p] == work[best] and held[p] < held[best]):
+                if best < 0 or held[p] < held[best] or (held[p] == held[best] and work[p] < work[best]):
                     best = p
         if best < 0:
             return packs
