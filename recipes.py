@@ -5,14 +5,14 @@ pack into ``Shards`` (shard) and says how its ranks attend (attend).
 
     >>> from equipoise import recipe
     >>> recipe("vrsp")
-    Recipe(name='vrsp', pack='best_fit', place='vrsp', shard='contiguous', attend='ulysses', options=None)
+    Recipe(name='vrsp', pack='best_fit', place='vrsp', shard='contiguous', attend='ulysses', options=None, shard_cost=None)
     >>> recipe("static", pack="concat", attend="ulysses").name
     'static+pack=concat+attend=ulysses'
 
 | recipe | pack | place | shard | attend |
 |---|---|---|---|---|
 | ``static``: no balancing, the baseline | best fit to a fixed length | in order, shuffled | zigzag | ring |
-| ``wlb``: WLB-LLM | variable length, by workload | VRSP | zigzag | ring |
+| ``wlb``: WLB-LLM | variable length, by workload, queues | VRSP | adaptive | ring |
 | ``chunkflow``: ChunkFlow | chunks, dependent and standalone | rounds of chunks | whole | (not yet) |
 | ``skrull``: Skrull | GDS | GDS | DACP | ring |
 | ``vrsp``: Libra | best fit to a fixed length | VRSP | contiguous | Ulysses |
@@ -34,10 +34,12 @@ import numpy as np
 from .packing.cost import CostModel
 from .packing.dacp import dacp, dacp_costs, dacp_shards
 from .packing.lengths import Lengths
+from .packing.mixed import mixed
 from .packing.packs import Spans
 from .packing.queues import WlbQueues
-from .packing.shards import Shards, contiguous, zigzag
-from .samplers.batch_sampler import BalancedBatchSampler
+from .packing.sharding_choice import ShardCost, adaptive
+from .packing.shards import Shards, contiguous, striped, zigzag
+from .samplers.batch_sampler import SEVEN_B, BalancedBatchSampler
 from .samplers.dynamic_cp import DynamicCp
 from .samplers.flexsp import FlexSp
 from .samplers.order import Window
@@ -58,9 +60,13 @@ ATTENDS = {
     "zigzag": ("ring", "ulysses", "none"),
     "zigzag_sequence": ("ring", "ulysses", "none"),
     "contiguous": ("ring", "ulysses", "none"),
+    "striped": ("ring", "ulysses", "none"),
+    "adaptive": ("ring", "none"),
+    "mixed": ("ring", "none"),
     "dacp": ("ring", "none"),
     "whole": ("none",),
 }
+SEVEN_B_SHARDS = ShardCost.of(SEVEN_B, bytes_per_second=50e9)
 Options = WlbQueues | ChunkFlow | FlexSp | DynamicCp
 # By what packs, or else by what places.
 OPTIONS: dict[str, type] = {"wlb": WlbQueues, "chunkflow": ChunkFlow, "flexsp": FlexSp, "dynamic_cp": DynamicCp}
@@ -74,11 +80,14 @@ class Recipe:
         pack: ``best_fit`` (decreasing, to the cap), ``concat`` (in order, documents cut at the pack's edge), ``wlb``
             (variable length, by workload), ``chunks``, ``gds`` or ``sequences`` (packed as they are placed).
         place: ``in_order`` (shuffled, dealt out), ``vrsp``, ``chunkflow``, ``gds``, ``flexsp``, ``dynamic_cp``.
-        shard: ``zigzag`` per document, ``zigzag_sequence``, ``contiguous``, ``dacp`` (documents whole where that is
-            quicker), or ``whole`` (no context parallelism).
+        shard: ``zigzag`` per document, ``zigzag_sequence``, ``contiguous``, ``striped``, ``adaptive`` (zigzag per document or
+            per sequence, by kernel time), ``mixed`` (each document over as many ranks as pays), ``dacp`` (documents whole
+            where that is quicker), or ``whole`` (no context parallelism).
         attend: ``ring``, ``ulysses``, or ``none`` (the batch carries no plan: bring your own attention).
         options: ``WlbQueues`` (documents may wait for company; None: they never do), ``ChunkFlow``, ``FlexSp`` or
             ``DynamicCp`` (None: their defaults).
+        shard_cost: what attention over a pack costs a rank, for ``adaptive`` and ``mixed``; None: that of a dense 7B over
+            InfiniBand.
     """
 
     name: str
@@ -87,6 +96,7 @@ class Recipe:
     shard: str
     attend: str
     options: Options | None = None
+    shard_cost: ShardCost | None = None
 
     def __post_init__(self) -> None:
         _fit("pack", self.pack, "place", self.place, PLACES)
@@ -131,12 +141,20 @@ class Recipe:
         whole, split, sent = dacp_costs(spans.tokens, spans.pairs, cp_size, cost, per_row)
         return dacp(spans.tokens, whole, split, sent, cp_size=cp_size, max_tokens_per_rank=cluster.max_tokens_per_rank)
 
-    def shards(self, cu_seqlens: np.ndarray, cp_size: int, decision: np.ndarray | None = None) -> Shards:
-        """Which tokens of a pack each rank of its CP group holds; ``decision``: from ``decide``."""
+    def shards(
+        self, cu_seqlens: np.ndarray, cp_size: int, decision: np.ndarray | None = None, max_tokens: int | None = None
+    ) -> Shards:
+        """Which tokens of a pack each rank of its CP group holds; ``decision``: from ``decide``; none holds over ``max_tokens``."""
         if decision is not None:
             return dacp_shards(cu_seqlens, decision, cp_size)
         if self.shard in ("contiguous", "whole"):
             return contiguous(cu_seqlens, cp_size)
+        if self.shard == "striped":
+            return striped(cu_seqlens, cp_size)
+        if self.shard == "adaptive":
+            return adaptive(cu_seqlens, cp_size, self.shard_cost or SEVEN_B_SHARDS)
+        if self.shard == "mixed":
+            return mixed(cu_seqlens, cp_size, self.shard_cost or SEVEN_B_SHARDS, max_tokens=max_tokens)
         return zigzag(cu_seqlens, cp_size, per="sequence" if self.shard == "zigzag_sequence" else "document")
 
     def attention(self, shards: Shards, ranks: tuple[int, ...], cp_rank: int) -> Any:
@@ -167,7 +185,7 @@ def _fit(first: str, chosen: str, second: str, other: str, legal: dict[str, tupl
 
 NAMED = {
     "static": Recipe(name="static", pack="best_fit", place="in_order", shard="zigzag", attend="ring"),
-    "wlb": Recipe(name="wlb", pack="wlb", place="vrsp", shard="zigzag", attend="ring", options=WlbQueues()),
+    "wlb": Recipe(name="wlb", pack="wlb", place="vrsp", shard="adaptive", attend="ring", options=WlbQueues()),
     "chunkflow": Recipe(name="chunkflow", pack="chunks", place="chunkflow", shard="whole", attend="none"),
     "skrull": Recipe(name="skrull", pack="gds", place="gds", shard="dacp", attend="ring"),
     "vrsp": Recipe(name="vrsp", pack="best_fit", place="vrsp", shard="contiguous", attend="ulysses"),
@@ -193,14 +211,15 @@ def recipe(
     shard: str | None = None,
     attend: str | None = None,
     options: Options | None = None,
+    shard_cost: ShardCost | None = None,
 ) -> Recipe:
     """A named recipe, or a mix that starts from one. Raises ValueError for an unknown name or halves that do not fit."""
     base = choose(name)
     choices = {"pack": pack, "place": place, "shard": shard, "attend": attend}
     changed = {key: value for key, value in choices.items() if value is not None and value != getattr(base, key)}
-    mixed = "".join(f"+{key}={value}" for key, value in changed.items())
+    label = name + "".join(f"+{key}={value}" for key, value in changed.items())
     kept = base.options if base.pack == changed.get("pack", base.pack) else None
-    return replace(base, name=name + mixed, options=options or kept, **changed)  # type: ignore[arg-type]
+    return replace(base, name=label, options=options or kept, shard_cost=shard_cost, **changed)  # type: ignore[arg-type]
 
 
 def plan(

@@ -112,7 +112,7 @@ def chosen(balanced: str, attention: str, cp: int) -> list[Recipe]:
             f"--recipe {balanced} plans {'chunks with a store' if balanced == 'chunkflow' else 'groups of unequal size'}, and the "
             f"attention that runs these is not built yet; equipoise.plan(…, {balanced!r}) plans and simulates them"
         )
-    mixable = {name: each for name, each in own.items() if each.shard in ("zigzag", "contiguous")}
+    mixable = {name: each for name, each in own.items() if each.shard in ("zigzag", "contiguous", "adaptive")}
     if attention == "ulysses" and len(mixable) < len(own):
         raise typer.BadParameter(f"--recipe {balanced} shards for a ring; got --attention ulysses")
     return [recipe(name, shard=shards[attention], attend=attention) if name in mixable else own[name] for name in own]

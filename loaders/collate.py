@@ -46,7 +46,7 @@ class ThdCollator:
         spans = spec.spans
         cu_seqlens = np.concatenate([[0], np.cumsum(spans.tokens)])
         assert cu_seqlens[-1] < 2**31, f"{cu_seqlens[-1]} tokens overflow int32"
-        shards = self.recipe.shards(cu_seqlens, len(spec.ranks), spec.decision)
+        shards = self.recipe.shards(cu_seqlens, len(spec.ranks), spec.decision, spec.max_tokens_per_rank)
         local = _Segments(spec, shards, rows)
         columns, labels, behind = local.columns(rows)
         ids = columns.pop("input_ids")

@@ -210,6 +210,7 @@ class BalancedBatchSampler:
                 digest=digest,
                 planning_seconds=planning_seconds,
                 cost=float(cost[pack]) / size[pack] / 1e9,
+                max_tokens_per_rank=self.cluster.max_tokens_per_rank,
                 decision=self.recipe.decide(spans[slot], size[pack], self.cluster, self.cost),
                 chunk=None
                 if plan.rounds is None

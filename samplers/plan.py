@@ -288,6 +288,7 @@ class MicroBatch:
     digest: int
     planning_seconds: float
     cost: float  # predicted seconds of this rank in this slot
+    max_tokens_per_rank: int
     decision: np.ndarray | None  # int64[spans] how the pack is sharded, where that depends on its cost
     chunk: tuple[int, int] | None  # (index, count) in its document's group, where documents are cut into chunks
     state: dict  # what resumes a run behind this micro-batch

@@ -13,18 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from equipoise import BalancedLoader, CpGroups, recipe, register_attention
+from equipoise.packing.queues import WlbQueues
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCAB = 61
+NO_QUEUES = WlbQueues(max_delay=0)  # so that the one step under test holds what the others hold
 RECIPES = [
-    recipe(name, attend=attend, shard=shard)
+    recipe(name, attend=attend, shard=shard, options=NO_QUEUES if name == "wlb" else None)
     for name in ("static", "wlb", "vrsp")
     for attend, shard in (("ring", "zigzag"), ("ulysses", "contiguous"))
 ]
-RECIPES += [recipe("skrull")]
+RECIPES += [recipe("skrull"), recipe("wlb", shard="mixed", options=NO_QUEUES), recipe("static", shard="striped", attend="ulysses")]
 RECIPES += [recipe("static", pack="concat", shard="zigzag_sequence"), recipe("vrsp", attend="ring")]
 
 

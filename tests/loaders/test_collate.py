@@ -17,6 +17,9 @@ MIXES = [
     {"pack": "concat", "shard": "zigzag_sequence"},
     {"pack": "wlb", "shard": "contiguous"},
     {"pack": "gds", "place": "gds", "shard": "dacp"},
+    {"shard": "striped"},
+    {"shard": "adaptive"},
+    {"shard": "mixed"},
 ]
 
 
