@@ -128,6 +128,8 @@ class Recipe:
         """Refuse ranks that this recipe cannot serve, before any of them starts."""
         if self.shard == "whole" and cluster.cp > 1:
             raise ValueError(f"shard='whole' needs cp=1, got cp={cluster.cp}; use shard='zigzag' or 'contiguous'")
+        if cluster.speeds is not None and self.place != "vrsp":
+            raise ValueError(f"speeds are balanced by place='vrsp'; recipe {self.name!r} has place={self.place!r}")
 
     def solve(self, window: Window, cluster: Cluster, cost: Cost) -> StepPlan:
         """Pack and place one step. Raises ValueError where fixed slots cannot hold the step."""
@@ -234,6 +236,7 @@ def plan(
     seed: int = 0,
     too_long: str = "error",
     cost: Cost | None = None,
+    speeds: tuple[float, ...] | None = None,
 ) -> StepPlan:
     """One optimizer step of all these documents: from lengths to a ``StepPlan``, without torch.
 
@@ -255,6 +258,7 @@ def plan(
         seed=seed,
         too_long=too_long,
         cost=cost,
+        speeds=speeds,
         evaluation=True,
     )
     return sampler.plan(0)

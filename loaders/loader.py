@@ -56,7 +56,7 @@ class BalancedLoader:
         check_every: the plan's digest is compared across ranks at the first step and every so many.
         group: a CPU (gloo) process group over the dp x cp ranks that nothing else uses; default: made here if
             torch.distributed runs.
-        slots, sync, seed, shuffle, last, too_long, evaluation, cost: see ``BalancedBatchSampler``.
+        slots, sync, seed, shuffle, last, too_long, evaluation, cost, speeds: see ``BalancedBatchSampler``.
         restart_positions: pieces of a split document count positions from 0.
     """
 
@@ -91,6 +91,7 @@ class BalancedLoader:
         too_long: str = "error",
         evaluation: bool = False,
         cost: Cost | None = None,
+        speeds: tuple[float, ...] | None = None,
         restart_positions: bool = False,
     ) -> None:
         place = coordinates(mesh, dp, cp, rank)
@@ -120,6 +121,7 @@ class BalancedLoader:
             too_long=too_long,
             evaluation=evaluation,
             cost=cost,
+            speeds=speeds,
             count_targets=count_targets,
         )
         if ahead < 1 or check_every < 1:

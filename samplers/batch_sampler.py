@@ -58,6 +58,7 @@ class BalancedBatchSampler:
         too_long: documents of more than ``max_tokens_per_rank * cp`` tokens: ``error``, ``drop``, ``truncate``, ``split``.
         evaluation: in order, nothing carried or left out, every document once.
         cost: a ``CostModel``, or any vectorised callable (pairs, tokens) -> seconds; default: a dense 7B model.
+        speeds: of each rank, where they differ (1.0: nominal); ``place="vrsp"`` then balances seconds.
         count_targets: whether target tokens follow from the index; False where a labels column may mask some.
     """
 
@@ -81,13 +82,21 @@ class BalancedBatchSampler:
         too_long: str = "error",
         evaluation: bool = False,
         cost: Cost | None = None,
+        speeds: tuple[float, ...] | None = None,
         count_targets: bool = True,
     ) -> None:
         step_size = StepSize(
             documents_per_step=documents_per_step, tokens_per_step=tokens_per_step, packs_per_step=packs_per_step
         )
         slots = _fixed_slots(packs_per_step, dp, slots)
-        self.cluster = Cluster(dp=dp, cp=cp, max_tokens_per_rank=max_tokens_per_rank, sync=sync, slots=slots)
+        self.cluster = Cluster(
+            dp=dp,
+            cp=cp,
+            max_tokens_per_rank=max_tokens_per_rank,
+            sync=sync,
+            slots=slots,
+            speeds=speeds and tuple(speeds),
+        )
         if not 0 <= rank < self.cluster.num_ranks:
             raise ValueError(f"rank must lie in 0 … {self.cluster.num_ranks - 1} (dp={dp} x cp={cp}); got {rank}")
         recipe.check_cluster(self.cluster)
@@ -134,6 +143,7 @@ class BalancedBatchSampler:
             **{name: value for name, value in asdict(step_size).items() if value is not None},
             "slots": slots,
             "sync": sync,
+            "speeds": speeds and list(speeds),
             "seed": seed,
             "shuffle": shuffle,
             "last": last,

@@ -38,6 +38,7 @@ class Cluster:
         max_tokens_per_rank: hard cap of tokens on one rank in one micro-batch.
         sync: ``step``: ranks meet once per optimizer step (DDP); ``slot``: at every micro-batch (FSDP, ZeRO-3, PP, EP).
         slots: micro-batches per replica and step; None: as few as the recipe needs.
+        speeds: of each rank, relative to the nominal 1.0; None: all alike.
     """
 
     dp: int
@@ -45,6 +46,7 @@ class Cluster:
     max_tokens_per_rank: int
     sync: str = "step"
     slots: int | None = None
+    speeds: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "max_tokens_per_rank", "slots"):
@@ -57,9 +59,23 @@ class Cluster:
                 f"every micro-batch); got {self.sync!r}"
             )
 
+        if self.speeds is not None and (len(self.speeds) != self.dp * self.cp or not min(self.speeds) >= 0.001):
+            raise ValueError(
+                f"speeds are one number of at least 0.001 for each of the {self.dp * self.cp} ranks (1.0: nominal); got "
+                f"{self.speeds}"
+            )
+
     @property
     def num_ranks(self) -> int:
         return self.dp * self.cp
+
+    @property
+    def pace(self) -> np.ndarray:
+        """int64[ranks] speed in thousandths: a CP group is as fast as its slowest rank."""
+        if self.speeds is None:
+            return np.full(self.num_ranks, 1000, np.int64)
+        thousandths = np.rint(np.array(self.speeds) * 1000).astype(np.int64).reshape(self.dp, self.cp)
+        return np.repeat(thousandths.min(1), self.cp)
 
     @property
     def capacity(self) -> int:
@@ -136,7 +152,7 @@ class StepPlan:
         held = -(-tokens // cp)
         cost = -(-self.packs.sums(self.span_cost) // cp)
         return Loads(
-            cost=cost[self.grid],
+            cost=-(-cost[self.grid] * 1000 // self.cluster.pace[:, None]),
             tokens=held[self.grid],
             pairs=(self.packs.pairs // cp)[self.grid],
             rows=(tokens - tokens // cp)[self.grid],
@@ -150,7 +166,8 @@ class StepPlan:
     def bound(self) -> int:
         """No plan of these spans ends sooner: the mean over ranks, or the costliest span on the largest group there is."""
         total, costliest = int(self.span_cost.sum()), int(self.span_cost.max(initial=0))
-        return max(-(-total // self.cluster.num_ranks), -(-costliest // self.largest_group))
+        pace = self.cluster.pace
+        return max(-(-total * 1000 // int(pace.sum())), -(-costliest * 1000 // (self.largest_group * int(pace.max()))))
 
     def operations(self, rank: int) -> np.ndarray:
         """What a rank runs, int64[k, 2] of (FORWARD | RECOMPUTE | BACKWARD, slot), see ``packing.chunkflow``."""

@@ -64,5 +64,7 @@ def _assembled(header: dict, arrays: dict[str, np.ndarray]) -> StepPlan:
         rounds = Rounds(keep=header["keep"], **{name: arrays[f"round_{name}"] for name in _ROUNDS})
     spans = Spans(**{name: arrays[f"span_{name}"] for name in _SPANS})
     fields: dict[str, Any] = {name: arrays[name] for name in _PLAN} | {name: header[name] for name in _HEADER}
-    packs, cluster = Packs(spans=spans, offsets=arrays["offsets"]), Cluster(**header["cluster"])
+    speeds = header["cluster"].pop("speeds")
+    cluster = Cluster(**header["cluster"], speeds=speeds and tuple(speeds))
+    packs = Packs(spans=spans, offsets=arrays["offsets"])
     return StepPlan(packs=packs, cluster=cluster, rounds=rounds, **fields)

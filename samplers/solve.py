@@ -26,6 +26,7 @@ from .flexsp import FlexSp, SpModel, flexsp
 from .gds import gds
 from .groups import atoms_of, summed
 from .order import Window, permute
+from .pace import paced
 from .plan import Cluster, Rounds, StepPlan
 from .vrsp import vrsp
 
@@ -80,7 +81,7 @@ def solve(
         layout = _on_replicas(spans, units, order, offsets, slot, replica, cluster)
     elif place in ("flexsp", "dynamic_cp"):
         largest = cluster.num_ranks
-        layout = _groups(spans, units, cluster, place, options)
+        layout = _groups(spans, units, cluster, window, place, options)
     elif place == "chunkflow":
         layout = _chunked(spans, cost, cluster, window, options if isinstance(options, ChunkFlow) else ChunkFlow())
     else:
@@ -140,7 +141,10 @@ def _packed_then_placed(
     offsets = np.r_[offsets, np.full(places + 1 - len(offsets), offsets[-1])]
     if place == "vrsp":
         packed = np.diff(np.r_[0, np.cumsum(units[order])][offsets])
-        slot, replica = vrsp(packed, dp=cluster.dp, sync=cluster.sync, key=window.key)
+        if cluster.speeds is None:
+            slot, replica = vrsp(packed, dp=cluster.dp, sync=cluster.sync, key=window.key)
+        else:
+            slot, replica = paced(packed, cluster.pace[:: cluster.cp], sync=cluster.sync, key=window.key)
     else:
         # Best fit emits long documents first: dealt out as they come, packs of a slot would be alike by accident.
         position = permute(0, places, places, window.key)
@@ -203,7 +207,7 @@ def _concat(spans: Spans, capacity: int) -> tuple[Spans, np.ndarray]:
     return pieces, np.r_[np.flatnonzero(begins % capacity == 0), len(edges)].astype(np.int64)
 
 
-def _groups(spans: Spans, units: np.ndarray, cluster: Cluster, place: str, options: object) -> _Layout:
+def _groups(spans: Spans, units: np.ndarray, cluster: Cluster, window: Window, place: str, options: object) -> _Layout:
     """FlexSP and dynamic CP: groups of unequal size over all dp x cp ranks."""
     cap, ranks = cluster.max_tokens_per_rank, cluster.num_ranks
     if place == "flexsp":
@@ -212,12 +216,13 @@ def _groups(spans: Spans, units: np.ndarray, cluster: Cluster, place: str, optio
     else:
         rules = options if isinstance(options, DynamicCp) else DynamicCp()
         placed = dynamic_cp(spans.tokens, units, num_ranks=ranks, cap=cap, options=rules, slots=cluster.slots)
+    slots = int(placed.slot.max()) + 1
     return _Layout(
         spans=spans,
         units=units,
         order=placed.order,
         offsets=placed.offsets,
-        slot=placed.slot,
+        slot=permute(0, slots, slots, window.key)[placed.slot],  # they come by falling length: no curriculum
         first_rank=placed.first_rank,
         cp_size=placed.cp_size,
     )

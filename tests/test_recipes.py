@@ -200,6 +200,24 @@ def test_balanced_recipes_balance() -> None:
     assert imbalance("wlb", "slot") < 1.05
 
 
+@pytest.mark.parametrize("chosen", RECIPES, ids=lambda recipe: recipe.name)
+def test_slots_are_no_curriculum_by_length(chosen: Recipe) -> None:
+    """Over many steps the number of a slot says nothing about how long its documents are."""
+    rng = np.random.default_rng(1)
+    lengths = Lengths.from_array(np.clip(rng.lognormal(3, 1.2, 6000), 1, 256).astype(np.int64))
+    cp = 1 if chosen.shard == "whole" else 2
+    sampler = BalancedBatchSampler(
+        lengths, chosen, max_tokens_per_rank=256, dp=2, cp=cp, documents_per_step=100, cost=cost, sync="slot"
+    )
+    slots, means = [], []
+    for step in range(60):
+        plan = sampler.plan(step)
+        pack = np.repeat(np.arange(len(plan.packs)), np.diff(plan.packs.offsets))
+        slots += (plan.slot[pack] / max(plan.num_slots - 1, 1)).tolist()
+        means += plan.packs.spans.tokens.tolist()
+    assert abs(np.corrcoef(slots, means)[0, 1]) < 0.07
+
+
 def test_concat_fills_every_pack_but_the_last() -> None:
     lengths = Lengths.from_array(np.array([5, 9, 2, 30, 1, 17]))
     sampler = BalancedBatchSampler(

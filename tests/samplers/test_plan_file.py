@@ -25,6 +25,12 @@ def test_a_plan_comes_back_as_it_was(chosen: Recipe, tmp_path: Path) -> None:
     back.check()
 
 
+def test_speeds_come_back(tmp_path: Path) -> None:
+    made = plan(LENGTHS, "vrsp", dp=2, max_tokens_per_rank=64, speeds=(1.0, 0.9))
+    made.save(tmp_path / "step.npz")
+    assert StepPlan.load(tmp_path / "step.npz", made.config).digest == made.digest
+
+
 def test_another_configuration_is_refused_by_name(tmp_path: Path) -> None:
     made = plan(LENGTHS, "vrsp", dp=2, max_tokens_per_rank=64)
     made.save(tmp_path / "step.npz")
