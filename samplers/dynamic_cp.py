@@ -7,9 +7,9 @@ busy in every slot and holds at most `cap` tokens; what balances is time, memory
 Megatron gives a document the fewest ranks that memory demands, and so cannot come below the longest document's time on
 those. Here ranks are also spent on time (``rank_groups.py``): a *quota* of work per rank (``quotas``) says how many,
 several quotas are tried, and received KV rows are weighed against time by `traffic_price`, without which one group of all
-ranks would always win. Slots are formed in two ways and the cheaper step kept: of like work (LPT), which a pipeline needs,
-or of like tokens and like length, which lets short documents do without communication. A pipeline of p stages and V
-virtual ones costs ``Σ slots + (p - 1)·longest / V``, the fill included; or `score` says what a step costs.
+ranks would always win. Slots are formed in three ways and the cheapest step kept: of like work (LPT), which a pipeline
+needs; of like length and tokens; and filled in turn as Megatron does it, which is best where slots are many. A pipeline of p
+stages and V virtual ones costs ``Σ slots + (p - 1)·longest / V``, the fill included; or `score` says what a step costs.
 
 What Megatron asserts or loses is handled: any number of ranks, the number of slots raised to a multiple by spreading
 documents or by idle slots, padding to 2·cp_size after the choice of size and counted against the cap.
@@ -36,12 +36,13 @@ import numpy.typing as npt
 
 from ..packing.assign import csr_from_bins, lpt, same_length
 from ..packing.packs import Int64
-from .group_search import SCALE
-from .rank_groups import TARGETS, GroupRules, Groups, Placement, best_groups, loads, place
+from .group_search import HUGE, SCALE
+from .rank_groups import TARGETS, GroupRules, Groups, Placement, best_groups, filled_slots, loads, place
 
-# With many documents the first tries are good, and it is time that counts.
+# With many documents, or slots, the first tries are good, and it is time that counts.
 _MANY_DOCUMENTS = 256
 _VERY_MANY_DOCUMENTS = 8192
+_MANY_SLOTS = 4
 _FILL_PERCENT = 92
 # More slots than needed must save this share of the step.
 _MORE_SLOTS = 0.02
@@ -53,7 +54,7 @@ class DynamicCp:
 
     degrees: str = "powers"
     """Group sizes: "powers" (of two, aligned, and all ranks at once), or "any" (consecutive ranks)."""
-    traffic_price: float = 0.1
+    traffic_price: float = 0.09
     """What one more received KV row per token of the step may cost in time, as a share of the step: 0 … 1. 0 where
     `row_units` says it all."""
     row_units: int = 0
@@ -114,7 +115,8 @@ def dynamic_cp(
     if slots is not None and (slots < 1 or slots % multiple):
         raise ValueError(f"slots must be a multiple of slots_multiple_of={multiple}, at least 1; got {slots}.")
     count = slots or _fewest(tokens, num_ranks * cap, multiple)
-    plans = _plans(tokens, cost, count, rules, options)
+    filled = filled_slots(cost, tokens, rules) if len(tokens) <= _VERY_MANY_DOCUMENTS else None
+    plans = _plans(tokens, cost, count, filled, rules, options)
     while not plans:
         if slots is not None:
             raise ValueError(
@@ -122,9 +124,9 @@ def dynamic_cp(
                 f"{int(tokens.sum())} tokens, padding apart, in groups of {options.degrees}: give more slots, or a larger cap."
             )
         count += multiple
-        plans = _plans(tokens, cost, count, rules, options)
-    if slots is None and len(tokens) <= _MANY_DOCUMENTS:
-        plans += _plans(tokens, cost, count + multiple, rules, options)
+        plans = _plans(tokens, cost, count, filled, rules, options)
+    if slots is None and len(tokens) <= _MANY_DOCUMENTS and count <= _MANY_SLOTS:
+        plans += _plans(tokens, cost, count + multiple, filled, rules, options)
 
     def value(plan: _Slots) -> float:
         rows = _price(tokens, cost, rules, options) * sum(groups.rows for _, groups in plan) / SCALE
@@ -163,24 +165,24 @@ def _fewest(tokens: Int64, capacity: int, multiple: int) -> int:
     return max(-(-100 * int(tokens.sum()) // (percent * capacity * multiple)), 1) * multiple
 
 
-def _plans(tokens: Int64, cost: Int64, count: int, rules: GroupRules, options: DynamicCp) -> list[_Slots]:
+def _plans(
+    tokens: Int64, cost: Int64, count: int, filled: tuple[Int64, Int64] | None, rules: GroupRules, options: DynamicCp
+) -> list[_Slots]:
     """The steps of `count` slots that are found, one per way of dividing the documents into slots."""
-    plans = []
-    for slot in _divisions(tokens, cost, count, rules):
-        plan = _solve(tokens, cost, slot, count, rules, options)
-        if plan is not None:
-            plans.append(plan)
-    return plans
-
-
-def _divisions(tokens: Int64, cost: Int64, count: int, rules: GroupRules) -> list[Int64]:
-    """Slots of the documents, by like work and by like length; only such as hold their tokens."""
-    capacity = rules.num_ranks * rules.cap
-    # The one unit lets documents that cost nothing spread as well.
-    ways = [lpt(cost + 1, tokens, count, capacity)]
-    if count > 1 and len(tokens) <= _VERY_MANY_DOCUMENTS:
-        ways.append(_by_length(tokens, count))
-    return [slot for slot in ways if _most_tokens(slot, tokens, count) <= capacity]
+    capacity, many = rules.num_ranks * rules.cap, len(tokens) > _MANY_DOCUMENTS
+    none = np.full(count, HUGE)
+    ways = []
+    in_turn = filled is not None and len(filled[1]) <= count
+    if not many or not in_turn or options.stages > 1:
+        # The one unit lets documents that cost nothing spread as well.
+        ways.append((lpt(cost + 1, tokens, count, capacity), none))
+    if count > 1 and not many:
+        ways.append((_by_length(tokens, count), none))
+    if filled is not None and in_turn:
+        ways.append((filled[0], np.concatenate([filled[1], none[len(filled[1]) :]])))
+    fitting = [way for way in ways if _most_tokens(way[0], tokens, count) <= capacity]
+    plans = [_solve(tokens, cost, slot, targets, rules, options) for slot, targets in fitting]
+    return [plan for plan in plans if plan is not None]
 
 
 def _by_length(tokens: Int64, count: int) -> Int64:
@@ -201,16 +203,19 @@ def _most_tokens(slot: Int64, tokens: Int64, count: int) -> float:
     return int(held.max())
 
 
-def _solve(tokens: Int64, cost: Int64, slot: Int64, count: int, rules: GroupRules, options: DynamicCp) -> _Slots | None:
-    """The groups of each slot; None where one of them cannot be formed."""
-    many, very_many = len(tokens) > _MANY_DOCUMENTS, len(tokens) > _VERY_MANY_DOCUMENTS
+def _solve(
+    tokens: Int64, cost: Int64, slot: Int64, first: Int64, rules: GroupRules, options: DynamicCp
+) -> _Slots | None:
+    """The groups of each slot, whose first target is `first`; None where one of them cannot be formed."""
+    many, very_many = len(tokens) > _MANY_DOCUMENTS or len(first) > _MANY_SLOTS, len(tokens) > _VERY_MANY_DOCUMENTS
     targets = TARGETS[: 1 if very_many else 2 if many else len(TARGETS)]
     price = _price(tokens, cost, rules, options)
-    order, offsets = csr_from_bins(slot, count)
+    order, offsets = csr_from_bins(slot, len(first))
     plan = []
-    for first, last in pairwise(offsets):
-        documents = order[first:last]
-        groups = best_groups(cost[documents], tokens[documents], rules, price=price, targets=targets)
+    for target, (start, stop) in zip(first, pairwise(offsets), strict=True):
+        documents = order[start:stop]
+        own = int(target) if target < HUGE else None
+        groups = best_groups(cost[documents], tokens[documents], rules, price=price, targets=targets, first=own)
         if groups is None:
             return None
         plan.append((documents, groups))

@@ -4,6 +4,9 @@ Groups stand in a line by (size, slack), so that the smallest and, of these, the
 found by two bisections per size in use. Slack and loads are those of the whole group, c times what each of its c ranks
 does, so that nothing is divided. Merging walks the sizes from their loosest groups. One target over n documents costs
 about n·log(ranks) steps; where the target is tight, each merge adds as many steps as there are ranks in the new group.
+
+What is done for every document is inlined: numba counts the references of all arrays of a named tuple at each call, which
+took two thirds of the time.
 """
 
 from __future__ import annotations
@@ -92,6 +95,32 @@ def search_least(work, tokens, order, num_ranks, cap, pad, sizes, token_units, m
 
 
 @njit(nogil=True, cache=True)
+def fill_slots(work, tokens, order, num_ranks, cap, pad, sizes, token_units):
+    """(slot of each document, target of each slot): slots filled in turn, of the documents left over those that fit.
+
+    The target of a slot is what a rank takes that is full of tokens as dear as its first document's. Nothing is merged:
+    documents get the fewest ranks that hold them.
+    """
+    rules = Rules(num_ranks, cap, pad, sizes, token_units)
+    slot, targets, count, placed = np.full(len(work), -1, np.int64), np.empty(len(work), np.int64), 0, 0
+    while placed < len(work):
+        before = placed
+        for d in order:
+            if slot[d] < 0:
+                if placed == before:
+                    per_token = (work[d] + token_units[sizes].max() * tokens[d]) // max(tokens[d], 1) + 1
+                    targets[count] = min(per_token, HUGE // num_ranks // cap) * cap
+                    s = _new_state(len(work), rules, targets[count])
+                if _put(d, work, tokens, rules, s, False):
+                    slot[d] = count
+                    placed += 1
+                elif placed == before:
+                    return slot, targets[:0]
+        count += 1
+    return slot, targets[:count]
+
+
+@njit(nogil=True, cache=True)
 def _new_state(documents, rules, target):
     n = rules.num_ranks
     zeros, none = np.zeros((5, n), np.int64), np.full((2, n), -1, np.int64)
@@ -105,32 +134,38 @@ def _new_state(documents, rules, target):
 def _form(work, tokens, order, rules, s, price, limit):
     """Put every document into a group that keeps the target; False where one finds none."""
     for d in order:
-        w, t = work[d], tokens[d]
-        opened = _opening(w, t, rules, s)
-        at = _joining(w, t, opened, rules, s)
-        if at < 0 and opened > 0:
-            at = s.totals[GROUPS]
-            _clear(s, s.line[at], opened)
-            s.totals[GROUPS] += 1
-            s.totals[FREE] -= opened
-        elif at < 0:
-            at = _merging(w, t, tokens, rules, s)
-            if at < 0:
-                return False
-        g = s.line[at]
-        s.work[g] += w
-        s.tokens[g] += t
-        s.slack[g] -= w + rules.token_units[s.size[g]] * t
-        s.held[g] += _padded(t, s.size[g], rules.pad)
-        s.totals[ROWS] += t * (s.size[g] - 1)
-        _append(s, g, d, d)
-        _settle(s, at)
-        if price * s.totals[ROWS] >= limit:
+        if not _put(d, work, tokens, rules, s, True) or price * s.totals[ROWS] >= limit:
             return False
     return True
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
+def _put(d, work, tokens, rules, s, merging):
+    """Put a document into a group that keeps the target; False where there is none."""
+    w, t = work[d], tokens[d]
+    opened = _opening(w, t, rules, s)
+    at = _joining(w, t, opened, rules, s)
+    if at < 0 and opened > 0:
+        at = s.totals[GROUPS]
+        _clear(s, s.line[at], opened)
+        s.totals[GROUPS] += 1
+        s.totals[FREE] -= opened
+    elif at < 0 and merging:
+        at = _merging(w, t, tokens, rules, s)
+    if at < 0:
+        return False
+    g = s.line[at]
+    s.work[g] += w
+    s.tokens[g] += t
+    s.slack[g] -= w + rules.token_units[s.size[g]] * t
+    s.held[g] += _padded(t, s.size[g], rules.pad)
+    s.totals[ROWS] += t * (s.size[g] - 1)
+    _append(s, g, d, d)
+    _settle(s, at)
+    return True
+
+
+@njit(nogil=True, cache=True, inline="always")
 def _opening(w, t, rules, s):
     """The smallest size whose group, with this document alone, keeps target and cap, if as many ranks are free; else 0."""
     for c in rules.sizes:
@@ -141,7 +176,7 @@ def _opening(w, t, rules, s):
     return 0
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _joining(w, t, opened, rules, s):
     """Place in line of the smallest, then fullest group that takes the document and is no larger than `opened`; -1: none."""
     at, count = 0, s.totals[GROUPS]
@@ -243,14 +278,14 @@ def _merge(c, chosen, tokens, rules, s):
     return _settle(s, kept)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _clear(s, g, c):
     """Group g becomes an empty one of c ranks."""
     s.size[g], s.slack[g], s.work[g], s.tokens[g], s.held[g] = c, s.allowed[c], 0, 0, 0
     s.first[g], s.last[g] = -1, -1
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _append(s, g, first, last):
     if s.first[g] < 0:
         s.first[g] = first
@@ -259,7 +294,7 @@ def _append(s, g, first, last):
     s.last[g] = last
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _settle(s, at):
     """Move the group at this place forward in line to where it belongs; returns the place. Slack only ever shrinks."""
     g = s.line[at]
@@ -273,7 +308,7 @@ def _settle(s, at):
     return at
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _bisect(s, size, slack, low, high):
     """The first place in line from low to high that is not before (size, slack)."""
     while low < high:
@@ -286,7 +321,7 @@ def _bisect(s, size, slack, low, high):
     return low
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _padded(t, c, pad):
     return t if pad == 0 else (t + pad * c - 1) // (pad * c) * (pad * c)
 

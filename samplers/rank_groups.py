@@ -16,7 +16,7 @@ Cost: documents find their group by bisection; 110 documents on 64 ranks take 10
     >>> import numpy as np
     >>> rules = GroupRules.of(num_ranks=8, cap=2048)
     >>> tokens = np.array([8000, 3000, 900, 800, 500, 400])
-    >>> groups = best_groups(tokens**2, tokens, rules, price=100_000)
+    >>> groups = best_groups(tokens**2, tokens, rules, price=100_000, targets=(100, 1000))
     >>> groups.size[groups.group]                                 # ranks that each document got
     array([4, 2, 1, 1, 1, 1])
 """
@@ -31,9 +31,9 @@ import numpy.typing as npt
 
 from ..packing.assign import same_length
 from ..packing.packs import Int64
-from .group_search import HUGE, SCALE, search, search_least
+from .group_search import HUGE, SCALE, fill_slots, search, search_least
 
-TARGETS = (100, 30, 60, 10, 200, 400, 1000, 3000)
+TARGETS = (100, 30, 60, 10, 200, 600)
 """Targets that are tried, in thousandths above the mean of the ranks; none at all where no one of them can be kept."""
 
 
@@ -103,16 +103,19 @@ def best_groups(
     *,
     price: int = 0,
     targets: tuple[int, ...] = TARGETS,
+    first: int | None = None,
     limit: int = HUGE,
 ) -> Groups | None:
     """The groups of least ``256·makespan + price·rows`` among those that the targets lead to, the first of equals.
 
-    work (cost units), tokens: int[n]. targets: thousandths above the mean of the ranks. limit: a score to undercut.
+    work (cost units), tokens: int[n]. targets: thousandths above the mean of the ranks; first: one in cost units that is
+    tried before them. limit: a score to undercut.
     Returns None where none of them undercuts it, or where the documents do not fit.
     """
     work, tokens = same_length(work, tokens)
     mean, without_limit = _bounds(work, tokens, rules, price)
-    tried = np.array([mean + mean * t // 1000 for t in targets] + [without_limit], np.int64)
+    given = [] if first is None else [min(first, without_limit)]
+    tried = np.array(given + [mean + mean * t // 1000 for t in targets] + [without_limit], np.int64)
     order = np.argsort(-work, kind="stable")
     found, group, size, makespan, rows = search(
         work, tokens, order, rules.num_ranks, rules.cap, rules.pad, rules.sizes, rules.token_units, tried, price, limit
@@ -129,6 +132,20 @@ def least_groups(work: npt.ArrayLike, tokens: npt.ArrayLike, rules: GroupRules, 
         work, tokens, order, rules.num_ranks, rules.cap, rules.pad, rules.sizes, rules.token_units, mean, without_limit, rounds
     )  # fmt: skip
     return Groups(group, size, int(makespan), int(rows)) if found else None
+
+
+def filled_slots(work: npt.ArrayLike, tokens: npt.ArrayLike, rules: GroupRules) -> tuple[Int64, Int64]:
+    """(Slot of each document int64[n], a target for each slot): slots filled one after the other, as Megatron does it.
+
+    A slot begins with the costliest document left and takes, by falling cost, what fits in time and tokens beside it, each
+    document on the fewest ranks that hold it. Slots so hold documents of like length and short ones that fill the gaps.
+    """
+    work, tokens = same_length(work, tokens)
+    _bounds(work, tokens, rules, 0)
+    order = np.argsort(-work, kind="stable")
+    return fill_slots(
+        work, tokens, order, rules.num_ranks, rules.cap, rules.pad, rules.sizes, rules.token_units
+    )  # fmt: skip
 
 
 def _bounds(work: Int64, tokens: Int64, rules: GroupRules, price: int) -> tuple[int, int]:

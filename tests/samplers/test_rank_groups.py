@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from equipoise.samplers import rank_groups as module
-from equipoise.samplers.rank_groups import GroupRules, best_groups, loads, place
+from equipoise.samplers.rank_groups import GroupRules, best_groups, filled_slots, least_groups, loads, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +49,7 @@ class ByHand:
             at -= 1
         self.groups.insert(at, group)
 
-    def put(self, d: int) -> bool:
+    def put(self, d: int, merging: bool = True) -> bool:
         free = self.rules.num_ranks - sum(g.size for g in self.groups)
         opened = next((c for c in self.rules.sizes.tolist() if self.fits([d], c)), 0)
         opened = opened if opened <= free else 0
@@ -62,7 +62,7 @@ class ByHand:
         if opened:
             self.settle(Group(opened, [d]), len(self.groups))
             return True
-        return self.merge(d, free)
+        return merging and self.merge(d, free)
 
     def merge(self, d: int, free: int) -> bool:
         for size in self.rules.sizes.tolist():
@@ -139,6 +139,30 @@ def test_the_search_is_the_rule(problem, target):
 
 @settings(max_examples=200, deadline=None)
 @given(problems())
+def test_filled_slots_take_what_fits_in_turn(problem):
+    work, tokens, rules = problem
+    slot, targets = filled_slots(work, tokens, rules)
+    fits = all(rules.smallest(tokens))
+    assert (len(targets) > 0) == fits
+    if not fits:
+        return
+    by_hand, left = np.full(len(work), -1), sorted(range(len(work)), key=lambda d: -work[d])
+    for number, target in enumerate(targets.tolist()):
+        dear = work[left[0]] + int(rules.token_units[rules.sizes].max()) * tokens[left[0]]
+        assert target == (dear // max(tokens[left[0]], 1) + 1) * rules.cap
+        rule = ByHand(work, tokens, rules, target)
+        for d in [d for d in left if rule.put(d, merging=False)]:
+            by_hand[d] = number
+        left = [d for d in left if by_hand[d] < 0]
+    assert slot.tolist() == by_hand.tolist() and not left
+    for number, target in enumerate(targets.tolist()):
+        mine = np.flatnonzero(slot == number)
+        groups = best_groups(np.array(work)[mine], np.array(tokens)[mine], rules, targets=(), first=target)
+        assert groups is not None and groups.makespan <= target
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems())
 def test_the_cap_holds_and_ranks_suffice(problem):
     work, tokens, rules = problem
     found = best_groups(work, tokens, rules)
@@ -177,6 +201,18 @@ def test_every_rank_runs_one_pack_per_slot_and_powers_are_aligned(problem, copie
     assert (plan.cp_size[idle] == 1).all()
     spent = loads(plan, every, all_tokens, rules)
     assert spent.shape == (rules.num_ranks, copies) and spent.max() == groups.makespan
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems())
+def test_the_least_makespan_is_no_more_than_that_of_any_target(problem):
+    work, tokens, rules = problem
+    least, any_of = least_groups(work, tokens, rules, rounds=30), best_groups(work, tokens, rules, targets=())
+    assert (least is None) == (any_of is None)
+    if least is not None:
+        assert -(-sum(work) // rules.num_ranks) <= least.makespan <= any_of.makespan
+        for g, c in enumerate(least.size):
+            assert rules.padded(np.array(tokens)[least.group == g], c).sum() <= rules.cap * c
 
 
 def test_busier_groups_go_to_ranks_that_did_less():
