@@ -17,9 +17,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..packing.cost import CostModel
 from .batch import ThdBatch
 
 _POLL_SECONDS = 0.05
@@ -59,6 +61,21 @@ class Agreement:
         total = torch.tensor(targets, dtype=torch.int64)
         dist.all_reduce(total, group=self.group)
         return int(total)
+
+    def refit(self, cost: CostModel, moments: np.ndarray) -> list[float]:
+        """Seconds per pair and per token that explain what all ranks measured: fitted on rank 0, the same on all."""
+        total = torch.from_numpy(moments.copy())
+        if self.num_ranks > 1:
+            if self.group is None:
+                raise ValueError(
+                    "refit=True sums measurements over ranks: initialise torch.distributed before the loader"
+                )
+            dist.all_reduce(total, group=self.group)
+        fitted = cost.fitted(total.numpy())
+        told = torch.tensor([fitted.seconds_per_pair, fitted.seconds_per_token], dtype=torch.float64)
+        if self.group is not None:
+            dist.broadcast(told, group_src=0, group=self.group)
+        return told.tolist()
 
 
 class Pump:

@@ -38,6 +38,7 @@ FIELDS = {
     "num_targets": "labels on this rank that are not -100",
     "num_targets_step": "the same over all ranks and slots of the step: the denominator of the loss",
     "num_ranks": "ranks of the dp x cp plane",
+    "pairs": "(query, key) pairs of this rank's share of attention",
     "sum_len": "tokens of the pack's real documents",
     "sum_len_sq": "sum of their squared lengths",
     "documents": "int64[d] their numbers in the dataset, -1 for a filler",

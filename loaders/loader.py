@@ -18,9 +18,11 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from ..packing.cost import CostModel, moments_of
 from ..packing.lengths import Lengths
 from ..samplers.batch_sampler import BalancedBatchSampler
 from .ahead import Agreement, Pump
@@ -58,6 +60,8 @@ class BalancedLoader:
             torch.distributed runs.
         slots, sync, seed, shuffle, last, too_long, evaluation, cost, speeds: see ``BalancedBatchSampler``.
         restart_positions: pieces of a split document count positions from 0.
+        refit: at each epoch's beginning the cost model's coefficients are fitted to what ``observe`` was told, over all
+            ranks; they are part of the digest and the state.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class BalancedLoader:
         cost: Cost | None = None,
         speeds: tuple[float, ...] | None = None,
         restart_positions: bool = False,
+        refit: bool = False,
     ) -> None:
         place = coordinates(mesh, dp, cp, rank)
         self.dataset = PlannedDataset(dataset, targets=targets)
@@ -140,6 +145,9 @@ class BalancedLoader:
             timeout=timeout if num_workers else 0,
             persistent_workers=num_workers > 0,
         )
+        if refit and not isinstance(self.sampler.cost, CostModel):
+            raise ValueError("refit=True needs a CostModel, whose coefficients it fits; got a callable cost")
+        self._refit, self._moments, self._observed_epoch = refit, np.zeros(5), 0
         self._state = self.sampler.state(0, 0, 0, 1, None)
         self._resumed = self._at_end = False
         self._pump: Pump | None = None
@@ -175,6 +183,11 @@ class BalancedLoader:
         elif not self._resumed:
             self.set_epoch(self.epoch)
         self.close()
+        if self._refit and self.epoch != self._observed_epoch and not self._resumed:
+            self.sampler.refit(self._agreement.refit(self.sampler.cost, self._moments))
+            self._moments[:] = 0
+            self._state = self.sampler.state(self.epoch, 0, 0, 1, None)
+        self._observed_epoch = self.epoch
         self.sampler.load_state_dict(self._state)
         self._resumed = False
         self._pump = Pump(self._loader, agreement=self._agreement, ahead=self._ahead, timeout=self._timeout)
@@ -195,6 +208,10 @@ class BalancedLoader:
                     f"step {batch.step} of epoch {batch.epoch} was left before the last of its {batch.num_slots} "
                     f"micro-batches; read each step to its end"
                 )
+
+    def observe(self, batch: ThdBatch, seconds: float) -> None:
+        """Tell what a micro-batch took on this rank, forward and backward; with ``refit=True`` the next epoch plans by it."""
+        self._moments += moments_of(batch.pairs, batch.input_ids.numel(), seconds)
 
     def close(self) -> None:
         """End the background thread of an iteration that was broken off; the loader can be iterated again."""

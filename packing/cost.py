@@ -24,7 +24,7 @@ which is Skrull's (20h² + 4h·h_kv)·s + 4h·s² for an ungated FFN of 4h and s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -195,6 +195,27 @@ class CostModel:
             bytes_fixed=bytes_fixed,
         )
 
+    def fitted(self, moments: npt.ArrayLike) -> CostModel:
+        """The coefficients that explain measured seconds best (least squares of relative errors, none negative).
+
+        moments: float64[5], sums of `moments_of` over micro-batches. Unchanged where they do not tell the two apart.
+
+            >>> model = CostModel(seconds_per_pair=1.0, seconds_per_token=1.0)
+            >>> told = moments_of(100, 10, 5.0) + moments_of(10, 10, 3.2)          # 0.02 a pair, 0.3 a token
+            >>> fit = model.fitted(told)
+            >>> round(fit.seconds_per_pair, 6), round(fit.seconds_per_token, 6)
+            (0.02, 0.3)
+        """
+        pp, pt, tt, p, t = np.asarray(moments, dtype=np.float64).tolist()
+        if pp * tt - pt * pt <= 1e-9 * pp * tt:
+            return self
+        per_pair, per_token = (p * tt - t * pt) / (pp * tt - pt * pt), (t * pp - p * pt) / (pp * tt - pt * pt)
+        if per_pair < 0:
+            per_pair, per_token = 0.0, t / tt
+        elif per_token < 0:
+            per_pair, per_token = p / pp, 0.0
+        return replace(self, seconds_per_pair=per_pair, seconds_per_token=per_token)
+
     def seconds(self, pairs: npt.ArrayLike, tokens: npt.ArrayLike) -> Float64:
         """Seconds of micro-batches with `pairs` and `tokens` (int[...]), float64[...]."""
         return _floats(pairs) * self.seconds_per_pair + _floats(tokens) * self.seconds_per_token
@@ -217,6 +238,14 @@ class CostModel:
                 f"token needs {self.bytes_per_token:.4g}. Shard the weights further or recompute activations."
             )
         return int((memory_bytes - self.bytes_fixed) // self.bytes_per_token)
+
+
+def moments_of(pairs: float, tokens: float, seconds: float) -> Float64:
+    """float64[5] that a measured micro-batch (pairs and tokens of one rank) adds for `CostModel.fitted`."""
+    if not seconds > 0:
+        raise ValueError(f"A measured micro-batch takes more than 0 seconds; got {seconds}.")
+    a, b = pairs / seconds, tokens / seconds
+    return np.array([a * a, a * b, b * b, a, b])
 
 
 def cost_units(model: CostModel | SecondsOf, pairs: npt.ArrayLike, tokens: npt.ArrayLike) -> Int64:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .solve import Cost
 
 STATE_VERSION = 1
+STATE_KEYS = {"version", "config", "epoch", "step", "slot", "num_targets", "epoch_start", "refitted", "held"}
 # A dense 7B model on a GPU of 400 TFLOP/s that is reached: what is assumed where no cost model is given.
 SEVEN_B = ModelShape(
     hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14336, vocab_size=128256
@@ -151,9 +152,24 @@ class BalancedBatchSampler:
             "groups": None if lengths.group is None else len(self.items),
             "lengths": f"{xxhash.xxh3_64_hexdigest(np.ascontiguousarray(lengths.tokens).data)} of {len(lengths)}",
         }
-        self._config_digest = xxhash.xxh3_64_intdigest(json.dumps(self.config, sort_keys=True).encode())
+        self.refitted: list[float] | None = None
+        self._config_digest = self._digest_of_config()
         self.epoch, self.first_step, self.first_slot = 0, 0, 0
         self._first_targets: int | None = None
+
+    def _digest_of_config(self) -> int:
+        return xxhash.xxh3_64_intdigest(json.dumps([self.config, self.refitted], sort_keys=True).encode())
+
+    def refit(self, coefficients: list[float]) -> None:
+        """Plan with these seconds per pair and per token from the next epoch on; they are in the digest and the state."""
+        if not isinstance(self.cost, CostModel):
+            raise ValueError(f"only a CostModel has coefficients to refit; the cost is {self.cost!r}")
+        per_pair, per_token = coefficients
+        self.cost = replace(self.cost, seconds_per_pair=per_pair, seconds_per_token=per_token)
+        if isinstance(self.admission, QueuedAdmission):
+            self.admission.set_cost(self.cost)
+        self.refitted = [per_pair, per_token]
+        self._config_digest = self._digest_of_config()
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of this epoch."""
@@ -245,6 +261,7 @@ class BalancedBatchSampler:
             "slot": slot,
             "num_targets": num_targets,
             "epoch_start": self.admission.start(epoch),
+            "refitted": self.refitted,
             "held": self.admission.held(epoch, step).to_state()
             if isinstance(self.admission, QueuedAdmission)
             else None,
@@ -265,6 +282,8 @@ class BalancedBatchSampler:
         if differs:
             told = "; ".join(f"{key}: saved {saved.get(key)!r}, now {self.config.get(key)!r}" for key in differs)
             raise ValueError(f"the saved plan was made under another configuration ({told}); set these as they were")
+        if state["refitted"] is not None and state["refitted"] != self.refitted:
+            self.refit(state["refitted"])
         queued = self.admission if isinstance(self.admission, QueuedAdmission) else None
         (queued.base if queued else self.admission).epoch_starts[state["epoch"]] = state["epoch_start"]  # type: ignore[union-attr]
         if queued:

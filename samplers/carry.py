@@ -81,6 +81,12 @@ class QueuedAdmission:
     _held: dict[int, dict[int, Held]] = field(default_factory=dict, init=False, repr=False)
     _num_steps: dict[int, int] = field(default_factory=dict, init=False, repr=False)
 
+    def set_cost(self, cost: Cost) -> None:
+        """Plan with another cost model from here on: what was worked out with the old one is forgotten."""
+        self.cost = cost
+        self._held.clear()
+        self._num_steps.clear()
+
     def start(self, epoch: int) -> int:
         """Position in the stream of the epoch's first document."""
         return self.base.start(epoch)
