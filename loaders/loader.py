@@ -184,6 +184,7 @@ class BalancedLoader:
             self.set_epoch(self.epoch)
         self.close()
         if self._refit and self.epoch != self._observed_epoch and not self._resumed:
+            assert isinstance(self.sampler.cost, CostModel)
             self.sampler.refit(self._agreement.refit(self.sampler.cost, self._moments))
             self._moments[:] = 0
             self._state = self.sampler.state(self.epoch, 0, 0, 1, None)
