@@ -44,7 +44,7 @@ from .samplers.dynamic_cp import DynamicCp
 from .samplers.flexsp import FlexSp
 from .samplers.order import Window
 from .samplers.plan import Cluster, StepPlan
-from .samplers.solve import ChunkFlow, Cost, solve
+from .samplers.solve import ChunkFlow, Cost, Vrsp, solve
 
 # What packs, and the placements that fit it.
 PLACES = {
@@ -67,9 +67,15 @@ ATTENDS = {
     "whole": ("none",),
 }
 SEVEN_B_SHARDS = ShardCost.of(SEVEN_B, bytes_per_second=50e9)
-Options = WlbQueues | ChunkFlow | FlexSp | DynamicCp
+Options = WlbQueues | ChunkFlow | FlexSp | DynamicCp | Vrsp
 # By what packs, or else by what places.
-OPTIONS: dict[str, type] = {"wlb": WlbQueues, "chunkflow": ChunkFlow, "flexsp": FlexSp, "dynamic_cp": DynamicCp}
+OPTIONS: dict[str, type] = {
+    "wlb": WlbQueues,
+    "chunkflow": ChunkFlow,
+    "flexsp": FlexSp,
+    "dynamic_cp": DynamicCp,
+    "vrsp": Vrsp,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +91,7 @@ class Recipe:
             where that is quicker), or ``whole`` (no context parallelism).
         attend: ``ring``, ``ulysses``, or ``none`` (the batch carries no plan: bring your own attention).
         options: ``WlbQueues`` (documents may wait for company; None: they never do), ``ChunkFlow``, ``FlexSp`` or
-            ``DynamicCp`` (None: their defaults).
+            ``DynamicCp``, ``Vrsp`` (None: their defaults).
         shard_cost: what attention over a pack costs a rank, for ``adaptive`` and ``mixed``; None: that of a dense 7B over
             InfiniBand.
     """
@@ -128,6 +134,8 @@ class Recipe:
         """Refuse ranks that this recipe cannot serve, before any of them starts."""
         if self.shard == "whole" and cluster.cp > 1:
             raise ValueError(f"shard='whole' needs cp=1, got cp={cluster.cp}; use shard='zigzag' or 'contiguous'")
+        if isinstance(self.options, Vrsp) and cluster.dp % self.options.pool_size:
+            raise ValueError(f"pools of {self.options.pool_size} replicas must divide dp; got dp={cluster.dp}")
         if cluster.speeds is not None and self.place != "vrsp":
             raise ValueError(f"speeds are balanced by place='vrsp'; recipe {self.name!r} has place={self.place!r}")
 

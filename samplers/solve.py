@@ -48,6 +48,17 @@ class ChunkFlow:
             raise ValueError(f"keep and chunk_tokens must be at least 1; got {self.keep} and {self.chunk_tokens}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Vrsp:
+    """Options of VRSP: replicas whose attention is pooled (Libra), so that only their sum has to be level."""
+
+    pool_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.pool_size < 1:
+            raise ValueError(f"pool_size must be at least 1; got {self.pool_size}")
+
+
 @dataclass(kw_only=True, eq=False)
 class _Layout:
     """Packs in CSR form over ``spans`` and where they run; a pack may be empty until fillers are added."""
@@ -85,7 +96,8 @@ def solve(
     elif place == "chunkflow":
         layout = _chunked(spans, cost, cluster, window, options if isinstance(options, ChunkFlow) else ChunkFlow())
     else:
-        layout = _packed_then_placed(spans, units, cost, cluster, window, pack, place)
+        pool_size = options.pool_size if isinstance(options, Vrsp) else 1
+        layout = _packed_then_placed(spans, units, cost, cluster, window, pack, place, pool_size)
     if grouped:
         layout = _ungrouped(layout, window, cost)
     packs, span_cost = _with_fillers(layout)
@@ -126,7 +138,7 @@ def _on_replicas(
 
 
 def _packed_then_placed(
-    spans: Spans, units: np.ndarray, cost: Cost, cluster: Cluster, window: Window, pack: str, place: str
+    spans: Spans, units: np.ndarray, cost: Cost, cluster: Cluster, window: Window, pack: str, place: str, pool_size: int
 ) -> _Layout:
     if pack == "concat":
         spans, offsets = _concat(spans, cluster.capacity)
@@ -142,7 +154,7 @@ def _packed_then_placed(
     if place == "vrsp":
         packed = np.diff(np.r_[0, np.cumsum(units[order])][offsets])
         if cluster.speeds is None:
-            slot, replica = vrsp(packed, dp=cluster.dp, sync=cluster.sync, key=window.key)
+            slot, replica = vrsp(packed, dp=cluster.dp, sync=cluster.sync, key=window.key, pool_size=pool_size)
         else:
             slot, replica = paced(packed, cluster.pace[:: cluster.cp], sync=cluster.sync, key=window.key)
     else:

@@ -12,7 +12,7 @@ from equipoise import BalancedBatchSampler, Lengths, recipe
 from equipoise.packing.queues import WlbQueues
 from equipoise.recipes import Recipe
 from equipoise.samplers.plan import Cluster
-from equipoise.samplers.solve import ChunkFlow
+from equipoise.samplers.solve import ChunkFlow, Vrsp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -216,6 +216,19 @@ def test_slots_are_no_curriculum_by_length(chosen: Recipe) -> None:
         slots += (plan.slot[pack] / max(plan.num_slots - 1, 1)).tolist()
         means += plan.packs.spans.tokens.tolist()
     assert abs(np.corrcoef(slots, means)[0, 1]) < 0.07
+
+
+def test_pools_level_what_their_replicas_share() -> None:
+    """With pools of 4 of 8 replicas the sums of the two pools are level in every slot, far below single replicas."""
+    rng = np.random.default_rng(3)
+    lengths = Lengths.from_array(np.clip(rng.lognormal(6, 1.6, 3000), 8, 8192).astype(np.int64))
+    options = {"max_tokens_per_rank": 8192, "dp": 8, "packs_per_step": 64, "sync": "slot", "cost": cost}
+    pooled = BalancedBatchSampler(lengths, recipe("vrsp", options=Vrsp(pool_size=4)), **options).plan(0)
+    sums = pooled.loads().cost.reshape(2, 4, -1).sum(1)
+    single = BalancedBatchSampler(lengths, recipe("vrsp"), **options).plan(0).loads().cost
+    assert (sums.max(0).sum() / sums.mean(0).sum()) < 1.02 < single.max(0).sum() / single.mean(0).sum()
+    with pytest.raises(ValueError, match="pools of 3 replicas must divide dp; got dp=8"):
+        BalancedBatchSampler(lengths, recipe("vrsp", options=Vrsp(pool_size=3)), **options)
 
 
 def test_concat_fills_every_pack_but_the_last() -> None:
