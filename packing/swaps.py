@@ -28,7 +28,7 @@ from .assign import same_length
 from .packs import Int64
 
 ROUNDS = 32
-LOOKS, MORE = 16, 4096
+LOOKS, MORE = 16, 4096  # pairs of bins looked at in the second phase: 16 x bins + 4096
 NEAR = 16  # good enough: within 2**-16 of the bound
 
 

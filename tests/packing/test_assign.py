@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import doctest
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
 from equipoise.packing import assign as module
-from equipoise.packing.assign import csr_from_bins, lpt, next_fit, split_largest
+from equipoise.packing.assign import csr_from_bins, lpt, next_fit, split_largest, stripes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,6 +96,22 @@ def test_csr_from_bins_keeps_index_order_and_leaves_out_the_unplaced(bins):
     ]
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 4))
+def test_no_groups_have_smaller_maxima_than_stripes(cost, width):
+    """Against all ways to deal up to six items into groups of at most `width`, the last one smaller."""
+    groups = stripes(cost, width)
+    sizes = np.bincount(groups, minlength=1)
+    assert (sizes[:-1] == width).all() and sizes[-1] <= width
+    rest = len(cost) % width
+    starts = [0, *range(rest or width, len(cost), width)] if cost else []
+    ends = [*starts[1:], len(cost)]
+    reached = sum(max(c for c, g in zip(cost, groups, strict=True) if g == group) for group in set(groups.tolist()))
+    best = min(sum(max(way[a:b]) for a, b in zip(starts, ends, strict=True)) for way in permutations(cost))
+    assert reached == best
+    assert stripes([5, 7, 5, 1], 2).tolist() == [0, 0, 1, 1]
+
+
 def test_lpt_stays_within_four_thirds_of_the_bound():
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -117,6 +133,8 @@ def test_wrong_arguments_are_refused():
         next_fit([7], 6)
     with pytest.raises(ValueError, match="at least one token"):
         split_largest([0, 1], [0, 2], [0, 1], [1, 1], 2)
+    with pytest.raises(ValueError, match="width=0"):
+        stripes([1], 0)
     with pytest.raises(ValueError, match="-1 … 1; got 0 … 2"):
         csr_from_bins([0, 2], 2)
 
