@@ -201,7 +201,7 @@ def simulate_plan(
         shape,
         attention=attention[grid],
         linear=linear[grid],
-        received=plan.loads().rows * kv_bytes_per_token(model),
+        received=_traffic_bytes(plan, model, traffic)[grid],
         traffic=traffic,
         first_rank=plan.first_rank[grid],
         cp_size=plan.cp_size[grid],
@@ -211,6 +211,15 @@ def simulate_plan(
         straggle=straggle,
         seed=seed,
     )
+
+
+def _traffic_bytes(plan: StepPlan, model: ModelShape, traffic: str) -> Float64:
+    """What each rank of a pack receives forward (for an all-to-all: sends), all layers, 2-byte floats; float64[p]."""
+    held, others = plan.packs.tokens / plan.cp_size, plan.cp_size - 1
+    if traffic == "all_to_all":
+        heads = 2 * (model.num_heads + model.num_kv_heads)  # q, k, v out and the result back
+        return held * others / plan.cp_size * (2 * heads * model.head_dim * model.num_layers)
+    return held * others * kv_bytes_per_token(model)
 
 
 def chunkflow_seconds(
