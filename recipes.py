@@ -139,9 +139,21 @@ class Recipe:
         if cluster.speeds is not None and self.place != "vrsp":
             raise ValueError(f"speeds are balanced by place='vrsp'; recipe {self.name!r} has place={self.place!r}")
 
-    def solve(self, window: Window, cluster: Cluster, cost: Cost) -> StepPlan:
-        """Pack and place one step. Raises ValueError where fixed slots cannot hold the step."""
-        return solve(window, cluster, cost, name=self.name, pack=self.pack, place=self.place, options=self.options)
+    def solve(self, window: Window, cluster: Cluster, cost: Cost, *, preserve: bool = False) -> StepPlan:
+        """Pack and place one step, keeping the order of admission where ``preserve`` asks for it.
+
+        Raises ValueError where fixed slots cannot hold the step.
+        """
+        return solve(
+            window,
+            cluster,
+            cost,
+            name=self.name,
+            pack=self.pack,
+            place=self.place,
+            options=self.options,
+            preserve=preserve,
+        )
 
     def decide(self, spans: Spans, cp_size: int, cluster: Cluster, cost: Cost) -> np.ndarray | None:
         """What sharding a pack by its cost decides, for ``shards``: with ``dacp`` the rank that holds each document whole."""

@@ -58,7 +58,7 @@ class BalancedLoader:
         check_every: the plan's digest is compared across ranks at the first step and every so many.
         group: a CPU (gloo) process group over the dp x cp ranks that nothing else uses; default: made here if
             torch.distributed runs.
-        slots, sync, seed, shuffle, last, too_long, evaluation, cost, speeds: see ``BalancedBatchSampler``.
+        slots, sync, seed, shuffle, order, last, too_long, evaluation, cost, speeds: see ``BalancedBatchSampler``.
         restart_positions: pieces of a split document count positions from 0.
         refit: at each epoch's beginning the cost model's coefficients are fitted to what ``observe`` was told, over all
             ranks; they are part of the digest and the state.
@@ -91,6 +91,7 @@ class BalancedLoader:
         sync: str = "step",
         seed: int = 0,
         shuffle: bool = True,
+        order: str = "shuffle",
         last: str = "partial",
         too_long: str = "error",
         evaluation: bool = False,
@@ -122,6 +123,7 @@ class BalancedLoader:
             sync=sync,
             seed=seed,
             shuffle=shuffle,
+            order=order,
             last=last,
             too_long=too_long,
             evaluation=evaluation,

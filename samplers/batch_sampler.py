@@ -27,7 +27,7 @@ from ..packing.queues import WlbQueues
 from .carry import Held, QueuedAdmission
 from .groups import GroupedItems
 from .items import Items
-from .order import Admission, StepSize
+from .order import Admission, StepSize, Window
 from .plan import Cluster, MicroBatch, StepPlan
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ class BalancedBatchSampler:
             ``packs_per_step`` must be a multiple of dp and fixes ``slots``.
         slots: micro-batches per replica and step; None: as few as the recipe needs.
         sync: ``step`` (DDP: ranks wait once per step) or ``slot`` (FSDP, ZeRO-3, PP, EP: at every micro-batch).
-        seed, shuffle: order of the documents, a new one each epoch.
+        seed, shuffle: order in which documents are admitted, a new one each epoch.
+        order: within a step, slots are shuffled (``shuffle``: no curriculum by length), or documents keep to their order of
+            admission as far as packs allow (``preserve``).
         last: an incomplete last step is kept (``partial``), left out (``drop``) or opens the next epoch (``carry``).
         too_long: documents of more than ``max_tokens_per_rank * cp`` tokens: ``error``, ``drop``, ``truncate``, ``split``.
         evaluation: in order, nothing carried or left out, every document once.
@@ -79,6 +81,7 @@ class BalancedBatchSampler:
         sync: str = "step",
         seed: int = 0,
         shuffle: bool = True,
+        order: str = "shuffle",
         last: str = "partial",
         too_long: str = "error",
         evaluation: bool = False,
@@ -101,7 +104,9 @@ class BalancedBatchSampler:
         if not 0 <= rank < self.cluster.num_ranks:
             raise ValueError(f"rank must lie in 0 … {self.cluster.num_ranks - 1} (dp={dp} x cp={cp}); got {rank}")
         recipe.check_cluster(self.cluster)
-        self.recipe, self.rank = recipe, rank
+        if order not in ("shuffle", "preserve"):
+            raise ValueError(f"order must be 'shuffle' or 'preserve'; got {order!r}")
+        self.recipe, self.rank, self.order = recipe, rank, order
         self.cost = cost or CostModel.of(SEVEN_B, Hardware(peak_flops=400e12, efficiency=1.0))
         if evaluation:
             shuffle, last = False, "partial"
@@ -147,6 +152,7 @@ class BalancedBatchSampler:
             "speeds": speeds and list(speeds),
             "seed": seed,
             "shuffle": shuffle,
+            "order": order,
             "last": last,
             "too_long": too_long,
             "groups": None if lengths.group is None else len(self.items),
@@ -183,7 +189,10 @@ class BalancedBatchSampler:
         window = self.admission.window(epoch, step)
         if window is None:
             raise IndexError(f"epoch {epoch} has {self.admission.num_steps(epoch)} steps, no step {step}")
-        return replace(self.recipe.solve(window, self.cluster, self.cost), config=self.config)
+        return replace(self._solve(window), config=self.config)
+
+    def _solve(self, window: Window) -> StepPlan:
+        return self.recipe.solve(window, self.cluster, self.cost, preserve=self.order == "preserve")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -206,7 +215,7 @@ class BalancedBatchSampler:
             window = self.admission.window(epoch, step)
             if window is None:
                 return
-            plan = self.recipe.solve(window, self.cluster, self.cost)
+            plan = self._solve(window)
             if first_slot and plan.num_targets is None:
                 plan = replace(plan, num_targets=self._first_targets)
             for micro_batch in self._micro_batches(plan, time.perf_counter() - begin)[first_slot:]:

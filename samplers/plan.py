@@ -129,6 +129,8 @@ class StepPlan:
     largest_group: int  # ranks that one pack may be given
     num_targets: int | None
     rounds: Rounds | None = None
+    displacement: float = 0.0
+    """How far documents come from their order of admission, on the mean, as a share of the step (a shuffle: a third)."""
     config: dict = field(default_factory=dict)
     """What it was planned from, plain values: told apart when it is loaded again."""
 
@@ -264,6 +266,7 @@ class StepPlan:
             f"{self._sizes()}\n"
             f"  predicted {makespan / 1e9:.4g} s, lower bound {bound / 1e9:.4g} s ({makespan / max(bound, 1):.3f} x); "
             f"max/mean {loads.imbalance('slot'):.3f} per slot, {loads.imbalance('step'):.3f} per step\n"
+            f"  documents are displaced by {self.displacement:.2f} of the step on the mean\n"
             f"  most tokens on a rank {loads.tokens.max()} of {self.cluster.max_tokens_per_rank}; KV rows received per "
             f"rank and layer {loads.rows.sum(1).max()}"
         )

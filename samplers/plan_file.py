@@ -21,7 +21,7 @@ VERSION = 1
 _SPANS = ("document", "start", "stop", "pairs")
 _PLAN = ("slot", "first_rank", "cp_size", "span_cost")
 _ROUNDS = ("sizes", "offsets", "chunk_index", "chunk_count")
-_HEADER = ("epoch", "step", "recipe", "largest_group", "num_targets", "config")
+_HEADER = ("epoch", "step", "recipe", "largest_group", "num_targets", "displacement", "config")
 
 
 def save_plan(plan: StepPlan, path: str | PathLike[str]) -> None:

@@ -19,12 +19,13 @@ from ..packing.assign import best_fit_decreasing, split_largest
 from ..packing.chunkflow import chunks
 from ..packing.chunkflow_places import place as place_chunks
 from ..packing.cost import CostModel, cost_units
-from ..packing.packs import Packs, Spans
+from ..packing.packs import Spans
 from ..packing.wlb import wlb_balanced
 from .dynamic_cp import DynamicCp, dynamic_cp
 from .flexsp import FlexSp, SpModel, flexsp
 from .gds import gds
 from .groups import atoms_of, summed
+from .layout import Layout, displacement, in_order, ungrouped, with_fillers
 from .order import Window, permute
 from .pace import paced
 from .plan import Cluster, Rounds, StepPlan
@@ -59,28 +60,27 @@ class Vrsp:
             raise ValueError(f"pool_size must be at least 1; got {self.pool_size}")
 
 
-@dataclass(kw_only=True, eq=False)
-class _Layout:
-    """Packs in CSR form over ``spans`` and where they run; a pack may be empty until fillers are added."""
-
-    spans: Spans
-    units: np.ndarray
-    order: np.ndarray
-    offsets: np.ndarray
-    slot: np.ndarray
-    first_rank: np.ndarray
-    cp_size: np.ndarray
-    rounds: Rounds | None = None
-
-
 def solve(
-    window: Window, cluster: Cluster, cost: Cost, *, name: str, pack: str, place: str, options: object = None
+    window: Window,
+    cluster: Cluster,
+    cost: Cost,
+    *,
+    name: str,
+    pack: str,
+    place: str,
+    options: object = None,
+    preserve: bool = False,
 ) -> StepPlan:
-    """Pack and place one step. Raises ValueError where fixed slots cannot hold it, on all ranks alike."""
+    """Pack and place one step. Raises ValueError where fixed slots cannot hold it, on all ranks alike.
+
+    preserve: documents of a pack keep their order of admission, and slots come in that of their documents on the mean,
+    rather than shuffled; not for ChunkFlow, whose rounds have an order of their own.
+    """
     spans = window.spans
     if window.num_slots is not None:
         cluster = replace(cluster, slots=window.num_slots)
-    units = summed(cost_units(cost, spans.pairs, spans.tokens), window.atom)
+    span_units = cost_units(cost, spans.pairs, spans.tokens)
+    units = summed(span_units, window.atom)
     grouped = len(units) < len(spans)
     if grouped:
         spans = atoms_of(spans, window.atom)
@@ -99,8 +99,10 @@ def solve(
         pool_size = options.pool_size if isinstance(options, Vrsp) else 1
         layout = _packed_then_placed(spans, units, cost, cluster, window, pack, place, pool_size)
     if grouped:
-        layout = _ungrouped(layout, window, cost)
-    packs, span_cost = _with_fillers(layout)
+        layout = ungrouped(layout, window.spans, span_units, window.atom)
+    if preserve and layout.rounds is None:
+        layout = in_order(layout)
+    packs, span_cost = with_fillers(layout)
     return StepPlan(
         epoch=window.epoch,
         step=window.step,
@@ -114,6 +116,7 @@ def solve(
         largest_group=largest,
         num_targets=window.num_targets,
         rounds=layout.rounds,
+        displacement=displacement(layout),
     )
 
 
@@ -125,8 +128,8 @@ def _on_replicas(
     slot: np.ndarray,
     replica: np.ndarray,
     cluster: Cluster,
-) -> _Layout:
-    return _Layout(
+) -> Layout:
+    return Layout(
         spans=spans,
         units=units,
         order=order,
@@ -139,7 +142,7 @@ def _on_replicas(
 
 def _packed_then_placed(
     spans: Spans, units: np.ndarray, cost: Cost, cluster: Cluster, window: Window, pack: str, place: str, pool_size: int
-) -> _Layout:
+) -> Layout:
     if pack == "concat":
         spans, offsets = _concat(spans, cluster.capacity)
         units, order = cost_units(cost, spans.pairs, spans.tokens), np.arange(len(spans), dtype=np.int64)
@@ -219,7 +222,7 @@ def _concat(spans: Spans, capacity: int) -> tuple[Spans, np.ndarray]:
     return pieces, np.r_[np.flatnonzero(begins % capacity == 0), len(edges)].astype(np.int64)
 
 
-def _groups(spans: Spans, units: np.ndarray, cluster: Cluster, window: Window, place: str, options: object) -> _Layout:
+def _groups(spans: Spans, units: np.ndarray, cluster: Cluster, window: Window, place: str, options: object) -> Layout:
     """FlexSP and dynamic CP: groups of unequal size over all dp x cp ranks."""
     cap, ranks = cluster.max_tokens_per_rank, cluster.num_ranks
     if place == "flexsp":
@@ -229,7 +232,7 @@ def _groups(spans: Spans, units: np.ndarray, cluster: Cluster, window: Window, p
         rules = options if isinstance(options, DynamicCp) else DynamicCp()
         placed = dynamic_cp(spans.tokens, units, num_ranks=ranks, cap=cap, options=rules, slots=cluster.slots)
     slots = int(placed.slot.max()) + 1
-    return _Layout(
+    return Layout(
         spans=spans,
         units=units,
         order=placed.order,
@@ -240,7 +243,7 @@ def _groups(spans: Spans, units: np.ndarray, cluster: Cluster, window: Window, p
     )
 
 
-def _chunked(spans: Spans, cost: Cost, cluster: Cluster, window: Window, options: ChunkFlow) -> _Layout:
+def _chunked(spans: Spans, cost: Cost, cluster: Cluster, window: Window, options: ChunkFlow) -> Layout:
     """ChunkFlow: chunks of like size; those of one document on one replica, in order, in rounds that all replicas run."""
     size = min(options.chunk_tokens or cluster.capacity, cluster.capacity)
     made = chunks(spans.tokens, size)
@@ -286,31 +289,3 @@ def _chunked(spans: Spans, cost: Cost, cluster: Cluster, window: Window, options
         chunk_count=np.r_[made.chunk_count, alone + 1],
     )
     return layout
-
-
-def _ungrouped(layout: _Layout, window: Window, cost: Cost) -> _Layout:
-    """The layout of atoms as one of their documents."""
-    counts = np.bincount(window.atom)
-    first = np.cumsum(counts) - counts
-    held = counts[layout.order]
-    before = np.cumsum(held) - held
-    order = np.arange(held.sum()) + np.repeat(first[layout.order] - before, held)
-    units = cost_units(cost, window.spans.pairs, window.spans.tokens)
-    offsets = np.r_[0, np.cumsum(held)][layout.offsets]
-    return replace(layout, spans=window.spans, units=units, order=order, offsets=offsets)
-
-
-def _with_fillers(layout: _Layout) -> tuple[Packs, np.ndarray]:
-    """Packs and the cost of their spans; each pack of fewer tokens than ranks is filled up to one token per rank."""
-    spans, units = layout.spans.take(layout.order), layout.units[layout.order]
-    packs = Packs(spans=spans, offsets=layout.offsets)
-    tokens = packs.tokens
-    short = np.flatnonzero(tokens < layout.cp_size)
-    if not len(short):
-        return packs, units
-    zero = np.zeros(len(short), np.int64)
-    fillers = Spans(document=zero - 1, start=zero, stop=(layout.cp_size - tokens)[short], pairs=zero)
-    owner = np.r_[np.repeat(np.arange(len(packs)), np.diff(packs.offsets)), short]
-    order = np.argsort(owner, kind="stable")
-    offsets = np.r_[0, np.cumsum(np.bincount(owner, minlength=len(packs)))]
-    return Packs(spans=Spans.concat([spans, fillers]).take(order), offsets=offsets), np.r_[units, zero][order]
