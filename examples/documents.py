@@ -7,10 +7,12 @@ A byte-level BPE is trained on the spot, so nothing is downloaded. The result is
 from __future__ import annotations
 
 import hashlib
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow.compute as pc
 from datasets import Dataset, load_dataset, load_from_disk
 from tokenizers import ByteLevelBPETokenizer
 
@@ -49,10 +51,8 @@ def tokenised(data: Path | None, vocab_size: int, cache: Path) -> Dataset:
     if data is not None and not data.exists():
         raise ValueError(f"--data must exist; there is no {data}")
     if data is not None and (data / "dataset_info.json").exists():
-        return load_from_disk(str(data))
-    name = hashlib.sha256(
-        f"{data and data.resolve()} {vocab_size} {sysconfig.get_python_version()}".encode()
-    ).hexdigest()
+        return _within(load_from_disk(str(data)), vocab_size)
+    name = hashlib.sha256(f"{_stamp(data)} {vocab_size}".encode()).hexdigest()
     made = cache / f"documents-{name[:12]}"
     if not made.exists():
         documents = [text for text in texts(data) if text]
@@ -69,3 +69,19 @@ def _sample(documents: list[str]) -> Iterator[str]:
     """Every k-th document, about ``BPE_SAMPLE_BYTES`` in all: enough for a small vocabulary."""
     step = max(1, sum(map(len, documents)) // BPE_SAMPLE_BYTES)
     yield from documents[::step]
+
+
+def _stamp(data: Path | None) -> str:
+    """What the documents are made from, so that changed files are tokenised anew."""
+    if data is None:
+        return f"standard library of Python {sys.version}"
+    files = [data] if data.is_file() else sorted(path for path in data.rglob("*") if path.is_file())
+    return f"{data.resolve()} " + " ".join(f"{path.stat().st_mtime_ns}:{path.stat().st_size}" for path in files)
+
+
+def _within(dataset: Dataset, vocab_size: int) -> Dataset:
+    """The dataset, whose ids the model must know."""
+    highest = max(pc.max(chunk.values).as_py() or 0 for chunk in dataset.data.column("input_ids").chunks)
+    if highest >= vocab_size:
+        raise ValueError(f"the model of this example knows token ids below {vocab_size}; the dataset has {highest}")
+    return dataset

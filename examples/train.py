@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import typer
+from datasets import Dataset
 from documents import tokenised
 from equipoise import BalancedLoader, CostModel, CpGroups, Recipe, ThdBatch, recipe, register_attention
 from report import Run, table, timeline
@@ -59,11 +60,11 @@ def main(
     dist.init_process_group("gloo")
     groups = CpGroups(dp, cp)
     register_attention(groups)
+    out.mkdir(parents=True, exist_ok=True)
     if dist.get_rank() == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        tokenised(data, VOCAB, out)
+        read(data, out)
     dist.barrier()
-    dataset = tokenised(data, VOCAB, out)
+    dataset = read(data, out)
     cost = measured_cost(max_tokens_per_rank * cp, seed)
     runs = []
     for choice in recipes:
@@ -92,6 +93,14 @@ def main(
         timeline(runs, sync, picture)
         print(f"timeline of the last step: {picture}; {time.time() - begin:.0f} s in all")
     dist.destroy_process_group()
+
+
+def read(data: Path | None, out: Path) -> Dataset:
+    """The documents; what is wrong with ``--data`` is said as such."""
+    try:
+        return tokenised(data, VOCAB, out)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def chosen(balanced: str, attention: str, cp: int) -> list[Recipe]:

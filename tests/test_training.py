@@ -26,7 +26,11 @@ RECIPES = [
     for name in ("static", "wlb", "vrsp")
     for attend, shard in (("ring", "zigzag"), ("ulysses", "contiguous"))
 ]
-RECIPES += [recipe("skrull"), recipe("wlb", shard="mixed", options=NO_QUEUES), recipe("static", shard="striped", attend="ulysses")]
+RECIPES += [
+    recipe("skrull"),
+    recipe("wlb", shard="mixed", options=NO_QUEUES),
+    recipe("static", shard="striped", attend="ulysses"),
+]
 RECIPES += [recipe("static", pack="concat", shard="zigzag_sequence"), recipe("vrsp", attend="ring")]
 
 

@@ -7,9 +7,10 @@ import json
 import numpy as np
 import pytest
 from datasets import Dataset
-from equipoise import BalancedLoader, recipe
+from equipoise import BalancedBatchSampler, BalancedLoader, Lengths, PlannedDataset, ThdCollator, recipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from tests.strategies import document_lengths
 
@@ -149,6 +150,19 @@ def test_steps_resume_in_mid_step() -> None:
     assert rest == [content(batch) for batch in list(make())[1 : first.num_slots]]
 
 
+def test_the_parts_serve_those_who_keep_their_own_dataloader() -> None:
+    """DataLoader(PlannedDataset, batch_sampler=…, collate_fn=…) gives the loader's batches, state included."""
+    chosen = recipe("vrsp", attend="none")
+    sampler = BalancedBatchSampler(
+        Lengths.from_array([len(ids) for ids in ROWS]), chosen, max_tokens_per_rank=10, dp=1, documents_per_step=5
+    )
+    own = DataLoader(PlannedDataset(ROWS), batch_sampler=sampler, collate_fn=ThdCollator(chosen), num_workers=1)
+    batches = list(own)
+    assert [content(batch) for batch in batches] == [content(batch) for batch in make()]
+    sampler.load_state_dict(batches[2].state())
+    assert [content(batch) for batch in own] == [content(batch) for batch in batches[3:]]
+
+
 def test_len_and_describe() -> None:
     fixed = make(documents_per_step=None, packs_per_step=2)
     assert len(fixed) == len(list(fixed))
@@ -166,8 +180,6 @@ def test_an_error_in_the_dataset_reaches_the_trainer_and_ends_the_thread() -> No
             if index == 2:
                 raise OSError("disk gone")
             return [1, 2]
-
-    from equipoise import Lengths
 
     loader = make(Bad(), lengths=Lengths.from_array(np.full(4, 2)), documents_per_step=4)
     with pytest.raises(OSError, match="disk gone"):
