@@ -128,12 +128,19 @@ class Recipe:
         """Tokens of the longest document that this recipe can take whole."""
         if self.place == "chunkflow":
             return 1 << 40
-        return cluster.max_tokens_per_rank * (cluster.cp if self.one_size else cluster.num_ranks)
+        ranks = cluster.cp if self.one_size else cluster.num_ranks
+        multiple = int(cluster.multiple(ranks))
+        return cluster.max_tokens_per_rank * ranks // multiple * multiple
 
     def check_cluster(self, cluster: Cluster) -> None:
         """Refuse ranks that this recipe cannot serve, before any of them starts."""
         if self.shard == "whole" and cluster.cp > 1:
             raise ValueError(f"shard='whole' needs cp=1, got cp={cluster.cp}; use shard='zigzag' or 'contiguous'")
+        if cluster.pad_tp and (self.shard != "zigzag" or self.cuts):
+            raise ValueError(
+                f"pad_tp lays whole documents out for Transformer Engine's zigzag; recipe {self.name!r} has shard={self.shard!r}, "
+                f"pack={self.pack!r}: use shard='zigzag' and a packing that cuts none"
+            )
         if isinstance(self.options, Vrsp) and cluster.dp % self.options.pool_size:
             raise ValueError(f"pools of {self.options.pool_size} replicas must divide dp; got dp={cluster.dp}")
         if cluster.speeds is not None and self.place != "vrsp":

@@ -29,6 +29,7 @@ FIELDS = {
     "segments": "int64[s, 4] runs of tokens held: document of the pack, first position, place in the pack, tokens",
     "behind": "int64[s] the label of each run's last token",
     "cu_seqlens": "int32[d+1] document boundaries of the whole pack",
+    "cu_seqlens_padded": "int32[d+1] the same with padding, which positions then count; there only where it differs",
     "max_seqlen": "longest document of the pack",
     "layout": "name of the shard rule",
     "plan": "how its ranks attend; None where the recipe leaves that to you",
@@ -55,6 +56,8 @@ FIELDS = {
 }
 
 
+IGNORE = -100
+PADDING = -101  # what is behind a segment of padding or of a filler: none of its tokens has a label
 LAID_OUT = frozenset({"position_ids", "doc_ids", "shard_index"})
 
 
@@ -186,13 +189,16 @@ class ThdBatch(Mapping[str, Any]):
 
         Loss: sum of ``loss_mask * loss`` times ``loss_scale("sum")``, since Megatron sums gradients.
         """
-        mask = self.labels != -100
+        mask, padded = self.labels != IGNORE, self._fields.get("cu_seqlens_padded")
         return {
             "tokens": self.input_ids[None],
             "labels": self.labels.where(mask, 0)[None],
             "loss_mask": mask.float()[None],
             "position_ids": self.position_ids[None],
             "packed_seq_params": {
+                **(
+                    dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), padded) if padded is not None else {}
+                ),
                 "qkv_format": "thd",
                 "cu_seqlens_q": self.cu_seqlens,
                 "cu_seqlens_kv": self.cu_seqlens,
@@ -280,7 +286,9 @@ def _fill(ids, segments, behind, position_ids, shard_index, doc_ids, labels):
             position_ids[at + offset] = position + offset
             shard_index[at + offset] = place + offset
             doc_ids[at + offset] = document
-        if len(labels) and tokens:
+        if len(labels) and behind[segment] == PADDING:
+            labels[at : at + tokens] = IGNORE
+        elif len(labels) and tokens:
             labels[at : at + tokens - 1] = ids[at + 1 : at + tokens]
             labels[at + tokens - 1] = behind[segment]
         at += tokens

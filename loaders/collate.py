@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..packing.padded import pad_documents
 from ..packing.shards import Shards
 from ..samplers.plan import MicroBatch
-from .batch import FIELDS, ThdBatch
+from .batch import FIELDS, IGNORE, PADDING, ThdBatch
 from .dataset import Rows
 
 if TYPE_CHECKING:
     from ..recipes import Recipe
-
-IGNORE = -100
 
 
 class ThdCollator:
@@ -46,12 +45,16 @@ class ThdCollator:
         spans = spec.spans
         cu_seqlens = np.concatenate([[0], np.cumsum(spans.tokens)])
         assert cu_seqlens[-1] < 2**31, f"{cu_seqlens[-1]} tokens overflow int32"
-        shards = self.recipe.shards(cu_seqlens, len(spec.ranks), spec.decision, spec.max_tokens_per_rank)
+        cu_padded = pad_documents(cu_seqlens, spec.pad_multiple) if spec.pad_multiple > 1 else cu_seqlens
+        shards = self.recipe.shards(cu_padded, len(spec.ranks), spec.decision, spec.max_tokens_per_rank)
         local = _Segments(spec, shards, rows)
         columns, labels, behind = local.columns(rows)
         ids = columns.pop("input_ids")
         real = spans.tokens[spans.document >= 0]
         own = {} if labels is None else {"labels": torch.from_numpy(labels)}
+        if cu_padded[-1] > cu_seqlens[-1]:
+            own["cu_seqlens_padded"] = torch.from_numpy(cu_padded.astype(np.int32))
+        given = int((behind == IGNORE).sum()) + int(local.tokens[behind == PADDING].sum())
         return ThdBatch.laid_out(
             {
                 "input_ids": torch.from_numpy(ids),
@@ -65,9 +68,7 @@ class ThdCollator:
                 "cp_size": len(spec.ranks),
                 "cp_rank": spec.cp_rank,
                 "cp_ranks": spec.ranks,
-                "num_targets": len(ids) - int((behind == IGNORE).sum())
-                if labels is None
-                else int((labels != IGNORE).sum()),
+                "num_targets": len(ids) - given if labels is None else int((labels != IGNORE).sum()),
                 "num_targets_step": spec.num_targets,
                 "num_ranks": spec.num_ranks,
                 "pairs": int(spans.pairs.sum()) // len(spec.ranks),
@@ -94,13 +95,16 @@ class _Segments:
 
     def __init__(self, spec: MicroBatch, shards: Shards, rows: Rows) -> None:
         held = slice(shards.offsets[spec.cp_rank], shards.offsets[spec.cp_rank + 1])
-        spans, segments = spec.spans, shards.segments[held]
-        self.document = shards.document[held]  # int64[s] index in the pack
+        spans = spec.spans
+        segments, self.document, padding = _split_padding(
+            shards.segments[held], shards.document[held], shards.cu_seqlens[:-1] + spans.tokens
+        )
         self.tokens = segments[:, 1] - segments[:, 0]
         self.place = segments[:, 0]  # in the pack
         self.begin = spans.start[self.document] + segments[:, 0] - shards.cu_seqlens[self.document]
         self.span_start = spans.start
         self.filler = spans.document < 0
+        self.empty = self.filler[self.document] | padding  # bool[s]
         self.numbers = spans.document
         self.length = self._document_tokens(spec, rows)  # int64[d], as the plan knows each document
 
@@ -165,6 +169,7 @@ class _Segments:
         if len(cut):
             labels[:-1] = cut[1:]
             labels[np.cumsum(self.tokens) - 1] = behind
+            labels[np.repeat(self.empty, self.tokens)] = IGNORE
         return out, labels, behind
 
     def _check_aligned(self, name: str, values: list[np.ndarray], ids: list[np.ndarray]) -> None:
@@ -176,16 +181,12 @@ class _Segments:
                 )
 
     def _cut(self, values: list[np.ndarray]) -> np.ndarray:
-        """The values of this rank's tokens; zeros for a filler's."""
-        nothing = np.zeros(int(self.tokens.max(initial=0)) if self.filler.any() else 0, values[0].dtype)
+        """The values of this rank's tokens; zeros for a filler's and for padding."""
+        nothing = np.zeros(int(self.tokens.max(initial=0)) if self.empty.any() else 0, values[0].dtype)
         pieces = [
-            nothing[:tokens] if filler else values[document][begin : begin + tokens]
-            for document, begin, tokens, filler in zip(
-                self.document.tolist(),
-                self.begin.tolist(),
-                self.tokens.tolist(),
-                self.filler[self.document].tolist(),
-                strict=True,
+            nothing[:tokens] if empty else values[document][begin : begin + tokens]
+            for document, begin, tokens, empty in zip(
+                self.document.tolist(), self.begin.tolist(), self.tokens.tolist(), self.empty.tolist(), strict=True
             )
         ]
         return np.concatenate(pieces) if pieces else nothing
@@ -193,13 +194,25 @@ class _Segments:
     def _behind(self, values: list[np.ndarray]) -> np.ndarray:
         """int64[s]: the value behind each segment in its document; -100 behind a document's last and in fillers."""
         stop = self.begin + self.tokens
-        inside = np.flatnonzero((stop < self.length[self.document]) & ~self.filler[self.document])
-        behind = np.full(len(stop), IGNORE, np.int64)
+        inside = np.flatnonzero((stop < self.length[self.document]) & ~self.empty)
+        behind = np.where(self.empty, PADDING, IGNORE)
         behind[inside] = [
             values[document][at]
             for document, at in zip(self.document[inside].tolist(), stop[inside].tolist(), strict=True)
         ]
         return behind
+
+
+def _split_padding(segments: np.ndarray, document: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Segments cut where their document's real tokens end (``end`` int64[d], positions in the pack), so that each is real
+    or padding: (segments int64[s, 2], document int64[s], whether it is padding bool[s])."""
+    limit = np.clip(end[document], segments[:, 0], segments[:, 1])
+    if (limit == segments[:, 1]).all():
+        return segments, document, np.zeros(len(segments), bool)
+    real, pads = np.stack([segments[:, 0], limit], 1), np.stack([limit, segments[:, 1]], 1)
+    both = np.stack([real, pads], 1).reshape(-1, 2)
+    kept = both[:, 1] > both[:, 0]
+    return both[kept], np.repeat(document, 2)[kept], np.tile([False, True], len(segments))[kept]
 
 
 def _tensor(value: Any) -> Any:

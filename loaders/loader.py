@@ -58,7 +58,7 @@ class BalancedLoader:
         check_every: the plan's digest is compared across ranks at the first step and every so many.
         group: a CPU (gloo) process group over the dp x cp ranks that nothing else uses; default: made here if
             torch.distributed runs.
-        slots, sync, seed, shuffle, order, last, too_long, evaluation, cost, speeds: see ``BalancedBatchSampler``.
+        slots, sync, seed, shuffle, order, last, too_long, evaluation, cost, speeds, pad_tp: see ``BalancedBatchSampler``.
         restart_positions: pieces of a split document count positions from 0.
         refit: at each epoch's beginning the cost model's coefficients are fitted to what ``observe`` was told, over all
             ranks; they are part of the digest and the state.
@@ -97,6 +97,7 @@ class BalancedLoader:
         evaluation: bool = False,
         cost: Cost | None = None,
         speeds: tuple[float, ...] | None = None,
+        pad_tp: int = 0,
         restart_positions: bool = False,
         refit: bool = False,
     ) -> None:
@@ -129,6 +130,7 @@ class BalancedLoader:
             evaluation=evaluation,
             cost=cost,
             speeds=speeds,
+            pad_tp=pad_tp,
             count_targets=count_targets,
         )
         if ahead < 1 or check_every < 1:

@@ -62,6 +62,7 @@ class BalancedBatchSampler:
         evaluation: in order, nothing carried or left out, every document once.
         cost: a ``CostModel``, or any vectorised callable (pairs, tokens) -> seconds; default: a dense 7B model.
         speeds: of each rank, where they differ (1.0: nominal); ``place="vrsp"`` then balances seconds.
+        pad_tp: tensor-parallel size for which documents are padded as Transformer Engine's zigzag wants; 0: not at all.
         count_targets: whether target tokens follow from the index; False where a labels column may mask some.
     """
 
@@ -87,6 +88,7 @@ class BalancedBatchSampler:
         evaluation: bool = False,
         cost: Cost | None = None,
         speeds: tuple[float, ...] | None = None,
+        pad_tp: int = 0,
         count_targets: bool = True,
     ) -> None:
         step_size = StepSize(
@@ -100,6 +102,7 @@ class BalancedBatchSampler:
             sync=sync,
             slots=slots,
             speeds=speeds and tuple(speeds),
+            pad_tp=pad_tp,
         )
         if not 0 <= rank < self.cluster.num_ranks:
             raise ValueError(f"rank must lie in 0 … {self.cluster.num_ranks - 1} (dp={dp} x cp={cp}); got {rank}")
@@ -116,7 +119,12 @@ class BalancedBatchSampler:
                 f"or tokens_per_step"
             )
         capacity = recipe.longest(self.cluster)
-        self.items: Items | GroupedItems = Items.of(lengths, capacity=capacity, too_long=too_long)
+        self.items: Items | GroupedItems = Items.of(
+            lengths,
+            capacity=capacity,
+            too_long=too_long,
+            multiple=int(self.cluster.multiple(cp)) if recipe.one_size else 1,
+        )
         if lengths.group is not None:
             if recipe.cuts:
                 raise ValueError(
@@ -150,6 +158,7 @@ class BalancedBatchSampler:
             "slots": slots,
             "sync": sync,
             "speeds": speeds and list(speeds),
+            "pad_tp": pad_tp,
             "seed": seed,
             "shuffle": shuffle,
             "order": order,
@@ -246,6 +255,7 @@ class BalancedBatchSampler:
                 planning_seconds=planning_seconds,
                 cost=float(cost[pack]) / size[pack] / 1e9,
                 max_tokens_per_rank=self.cluster.max_tokens_per_rank,
+                pad_multiple=int(self.cluster.multiple(size[pack])),
                 decision=self.recipe.decide(spans[slot], size[pack], self.cluster, self.cost),
                 chunk=None
                 if plan.rounds is None

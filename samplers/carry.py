@@ -115,7 +115,8 @@ class QueuedAdmission:
         items = held.items if new is None else np.r_[held.items, new]
         born = held.born if new is None else np.r_[held.born, np.full(len(new), step)]
         spans, _, atom = self.base.items.spans(items)
-        tokens, cost = summed(spans.tokens, atom), summed(cost_units(self.cost, spans.pairs, spans.tokens), atom)
+        tokens = self.base.items.tokens(items)
+        cost = summed(cost_units(self.cost, spans.pairs, spans.tokens), atom)
         meant = tokens if new is None else tokens[len(held.items) :]
         slots = self.cluster.slots or wlb_slots(int(meant.sum()), self.cluster)
         goes = release(

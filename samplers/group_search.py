@@ -83,7 +83,7 @@ def search_least(work, tokens, order, num_ranks, cap, pad, sizes, token_units, m
     found = _form(work, tokens, order, rules, best, 0, HUGE)
     low, high = mean - 1, _makespan(best)
     for _ in range(rounds if found else 0):
-        if high - low <= 1 + low // 1000:
+        if high - low <= max(1, low // 1000):
             break
         s = _new_state(len(work), rules, (low + high) // 2)
         if _form(work, tokens, order, rules, s, 0, HUGE):

@@ -52,7 +52,7 @@ class GroupedItems:
         member = np.argsort(owner, kind="stable")
         counts = np.bincount(owner)
         offsets = np.r_[0, np.cumsum(counts)]
-        tokens = np.add.reduceat(lengths.tokens[documents[member]].astype(np.int64), offsets[:-1])
+        tokens = np.add.reduceat(items.tokens(member), offsets[:-1])
         # A group that lost a document to too_long='drop' goes as a whole.
         parted = np.isin(group[documents[member[offsets[:-1]]]], group[lengths.tokens > items.capacity])
         long = np.flatnonzero((tokens > items.capacity) | parted)
@@ -107,9 +107,9 @@ class GroupedItems:
         return spans, targets, atom
 
     def tokens(self, atoms: np.ndarray) -> np.ndarray:
-        """Tokens of each group, int64[k]."""
-        spans, _, atom = self.spans(atoms)
-        return summed(spans.tokens, atom)
+        """Tokens of each group, padding counted, int64[k]."""
+        members, atom = self._members(atoms)
+        return summed(self.items.tokens(members), atom)
 
     def describe(self) -> str:
         """One sentence with the counts."""
@@ -122,9 +122,9 @@ def summed(values: np.ndarray, atom: np.ndarray) -> np.ndarray:
     return np.add.reduceat(values, np.flatnonzero(np.diff(atom, prepend=-1))) if len(atom) else values
 
 
-def atoms_of(spans: Spans, atom: np.ndarray) -> Spans:
-    """One stand-in span per atom, with its summed tokens and pairs: what planners see."""
-    tokens = summed(spans.tokens, atom)
+def atoms_of(spans: Spans, atom: np.ndarray, multiple: int) -> Spans:
+    """One stand-in span per atom, with its summed tokens (each document's padded) and pairs: what planners see."""
+    tokens = summed(-(-spans.tokens // multiple) * multiple, atom)
     first = np.flatnonzero(np.diff(atom, prepend=-1))
     return Spans(
         document=spans.document[first], start=np.zeros_like(tokens), stop=tokens, pairs=summed(spans.pairs, atom)

@@ -43,9 +43,11 @@ class Items:
     empty: int
     num_long: int
     lost_tokens: int
+    multiple: int = 1
+    """Documents are padded to a multiple of this, and count so much in a step."""
 
     @classmethod
-    def of(cls, lengths: Lengths, *, capacity: int, too_long: str = "error") -> Items:
+    def of(cls, lengths: Lengths, *, capacity: int, too_long: str = "error", multiple: int = 1) -> Items:
         """Apply the policy for documents of more than ``capacity`` tokens; drop empty ones. Raises ValueError."""
         if too_long not in TOO_LONG:
             raise ValueError(f"too_long must be one of {', '.join(TOO_LONG)}; got {too_long!r}")
@@ -73,6 +75,7 @@ class Items:
             empty=len(empty),
             num_long=len(long),
             lost_tokens=int(lost.sum()),
+            multiple=multiple,
         )
         if len(items) == 0:
             raise ValueError(
@@ -92,11 +95,11 @@ class Items:
     @property
     def longest(self) -> int:
         """Tokens of the longest item."""
-        return min(int(self.lengths.tokens.max()), self.capacity)
+        return -(-min(int(self.lengths.tokens.max()), self.capacity) // self.multiple) * self.multiple
 
     def tokens(self, items: np.ndarray) -> np.ndarray:
-        """Tokens of each item, int64[k]."""
-        return self.spans(items)[0].tokens
+        """Tokens of each item, padding counted, int64[k]."""
+        return -(-self.spans(items)[0].tokens // self.multiple) * self.multiple
 
     def spans(self, items: np.ndarray) -> tuple[Spans, np.ndarray | None, np.ndarray]:
         """Spans of the items int64[k], their target tokens int64[k] (None where a piece's count is not known), and which

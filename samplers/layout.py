@@ -60,12 +60,15 @@ def ungrouped(layout: Layout, spans: Spans, units: np.ndarray, atom: np.ndarray)
     return replace(layout, spans=spans, units=units, order=order, offsets=offsets)
 
 
-def with_fillers(layout: Layout) -> tuple[Packs, np.ndarray]:
-    """Packs and the cost of their spans; each pack of fewer tokens than ranks is filled up to one token per rank."""
+def with_fillers(layout: Layout, padded: bool) -> tuple[Packs, np.ndarray]:
+    """Packs and the cost of their spans; each pack of fewer tokens than ranks is filled up to one token per rank.
+
+    Where documents are ``padded`` their padding does that, and only empty packs need a filler.
+    """
     spans, units = layout.spans.take(layout.order), layout.units[layout.order]
     packs = Packs(spans=spans, offsets=layout.offsets)
     tokens = packs.tokens
-    short = np.flatnonzero(tokens < layout.cp_size)
+    short = np.flatnonzero(tokens < (1 if padded else layout.cp_size))
     if not len(short):
         return packs, units
     zero = np.zeros(len(short), np.int64)

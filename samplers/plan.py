@@ -39,6 +39,8 @@ class Cluster:
         sync: ``step``: ranks meet once per optimizer step (DDP); ``slot``: at every micro-batch (FSDP, ZeRO-3, PP, EP).
         slots: micro-batches per replica and step; None: as few as the recipe needs.
         speeds: of each rank, relative to the nominal 1.0; None: all alike.
+        pad_tp: documents are padded to what Transformer Engine's zigzag divides, 2·cp·tp tokens (tp at cp 1), for tensor
+            parallelism of this size; 0: no padding.
     """
 
     dp: int
@@ -47,6 +49,7 @@ class Cluster:
     sync: str = "step"
     slots: int | None = None
     speeds: tuple[float, ...] | None = None
+    pad_tp: int = 0
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "max_tokens_per_rank", "slots"):
@@ -59,6 +62,11 @@ class Cluster:
                 f"every micro-batch); got {self.sync!r}"
             )
 
+        if self.pad_tp < 0 or self.max_tokens_per_rank < 2 * self.pad_tp:
+            raise ValueError(
+                f"pad_tp must be 0 (no padding) or tp, and a rank must hold the 2·tp tokens of a padded filler; got "
+                f"pad_tp={self.pad_tp} with max_tokens_per_rank={self.max_tokens_per_rank}"
+            )
         if self.speeds is not None and (len(self.speeds) != self.dp * self.cp or not min(self.speeds) >= 0.001):
             raise ValueError(
                 f"speeds are one number of at least 0.001 for each of the {self.dp * self.cp} ranks (1.0: nominal); got "
@@ -76,6 +84,11 @@ class Cluster:
             return np.full(self.num_ranks, 1000, np.int64)
         thousandths = np.rint(np.array(self.speeds) * 1000).astype(np.int64).reshape(self.dp, self.cp)
         return np.repeat(thousandths.min(1), self.cp)
+
+    def multiple(self, cp_size: np.ndarray | int) -> np.ndarray:
+        """What a document's tokens are padded to on a group of this size: int64, 1 where nothing is padded."""
+        size = np.asarray(cp_size, np.int64)
+        return np.where(size > 1, 2 * size, 1) * self.pad_tp if self.pad_tp else np.ones_like(size)
 
     @property
     def capacity(self) -> int:
@@ -148,9 +161,15 @@ class StepPlan:
         grid[rank, self.slot[pack]] = pack
         return grid
 
+    @cached_property
+    def padded(self) -> np.ndarray:
+        """Tokens of each pack, its padding counted, int64[p]."""
+        multiple = np.repeat(self.cluster.multiple(self.cp_size), np.diff(self.packs.offsets))
+        return self.packs.sums(-(-self.packs.spans.tokens // multiple) * multiple)
+
     def loads(self) -> Loads:
         """Cost, tokens, pairs and received KV rows per rank and slot."""
-        tokens, cp = self.packs.tokens, self.cp_size
+        tokens, cp = self.padded, self.cp_size
         held = -(-tokens // cp)
         cost = -(-self.packs.sums(self.span_cost) // cp)
         return Loads(
@@ -186,12 +205,12 @@ class StepPlan:
         Raises AssertionError: a plan that fails here is a bug of the planner, never the user's input.
         """
         cap, name = self.cluster.max_tokens_per_rank, f"step {self.step} of epoch {self.epoch}"
-        held = -(-self.packs.tokens // self.cp_size)
+        held = -(-self.padded // self.cp_size)
         assert held.max() <= cap, f"{name}: a rank holds {held.max()} tokens, cap {cap}"
         assert (np.diff(self.packs.offsets) > 0).all(), f"{name}: an empty pack"
         assert self.cp_size.sum() == self.grid.size, f"{name}: {self.cp_size.sum()} runs for {self.grid.size} places"
         assert (self.grid >= 0).all(), f"{name}: ranks {np.flatnonzero((self.grid < 0).any(1))} idle in a slot"
-        assert (self.packs.tokens >= self.cp_size).all(), f"{name}: fewer tokens than ranks"
+        assert (self.padded >= self.cp_size).all(), f"{name}: fewer tokens than ranks"
         filler = self.packs.spans.document < 0
         assert (self.packs.spans.pairs[filler] == 0).all() and (self.span_cost[filler] == 0).all(), f"{name}: filler"
         if window is not None:
@@ -261,7 +280,8 @@ class StepPlan:
         makespan, bound = self.makespan(), self.bound()
         return (
             f"step {self.step} of epoch {self.epoch}, recipe {self.recipe}: {int(real.sum())} spans, "
-            f"{int(spans.tokens[real].sum())} tokens in {len(self.packs)} packs ({int((~real).sum())} fillers), "
+            f"{int(spans.tokens[real].sum())} tokens in {len(self.packs)} packs ({int((~real).sum())} fillers, "
+            f"{int(self.padded.sum() - self.packs.tokens.sum())} tokens of padding), "
             f"{self.num_slots} slots on {self.cluster.dp} replicas x cp {self.cluster.cp}"
             f"{self._sizes()}\n"
             f"  predicted {makespan / 1e9:.4g} s, lower bound {bound / 1e9:.4g} s ({makespan / max(bound, 1):.3f} x); "
@@ -309,6 +329,7 @@ class MicroBatch:
     planning_seconds: float
     cost: float  # predicted seconds of this rank in this slot
     max_tokens_per_rank: int
+    pad_multiple: int  # documents are padded to a multiple of this; 1: not at all
     decision: np.ndarray | None  # int64[spans] how the pack is sharded, where that depends on its cost
     chunk: tuple[int, int] | None  # (index, count) in its document's group, where documents are cut into chunks
     state: dict  # what resumes a run behind this micro-batch

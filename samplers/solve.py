@@ -81,9 +81,11 @@ def solve(
         cluster = replace(cluster, slots=window.num_slots)
     span_units = cost_units(cost, spans.pairs, spans.tokens)
     units = summed(span_units, window.atom)
-    grouped = len(units) < len(spans)
-    if grouped:
-        spans = atoms_of(spans, window.atom)
+    # Planners see what they may not part as one document, and its padding as tokens.
+    multiple = 1 if place == "dynamic_cp" else int(cluster.multiple(cluster.cp))
+    stand_ins = len(units) < len(spans) or multiple > 1
+    if stand_ins:
+        spans = atoms_of(spans, window.atom, multiple)
     largest = cluster.cp
     if place == "gds":
         order, offsets, slot, replica = gds(
@@ -98,11 +100,11 @@ def solve(
     else:
         pool_size = options.pool_size if isinstance(options, Vrsp) else 1
         layout = _packed_then_placed(spans, units, cost, cluster, window, pack, place, pool_size)
-    if grouped:
+    if stand_ins:
         layout = ungrouped(layout, window.spans, span_units, window.atom)
     if preserve and layout.rounds is None:
         layout = in_order(layout)
-    packs, span_cost = with_fillers(layout)
+    packs, span_cost = with_fillers(layout, cluster.pad_tp > 0)
     return StepPlan(
         epoch=window.epoch,
         step=window.step,
@@ -230,6 +232,7 @@ def _groups(spans: Spans, units: np.ndarray, cluster: Cluster, window: Window, p
         placed = flexsp(spans.tokens, units, num_ranks=ranks, cap=cap, options=chosen, slots=cluster.slots)
     else:
         rules = options if isinstance(options, DynamicCp) else DynamicCp()
+        rules = replace(rules, pad=max(rules.pad, 2 * cluster.pad_tp))
         placed = dynamic_cp(spans.tokens, units, num_ranks=ranks, cap=cap, options=rules, slots=cluster.slots)
     slots = int(placed.slot.max()) + 1
     return Layout(

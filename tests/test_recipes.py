@@ -104,6 +104,29 @@ def test_a_step_holds_the_same_documents_under_every_recipe(
     assert len(contents) == 1
 
 
+@given(data=st.data(), lengths=document_lengths(), cluster=clusters(), tp=st.integers(1, 3))
+@settings(max_examples=200, deadline=None)
+def test_padding_counts_against_the_cap(data: st.DataObject, lengths: list[int], cluster: dict, tp: int) -> None:
+    chosen = data.draw(st.sampled_from([recipe("static"), recipe("wlb", shard="zigzag"), recipe("dynamic_cp")]))
+    cluster = {**cluster, "max_tokens_per_rank": cluster["max_tokens_per_rank"] + 2 * tp, "pad_tp": tp}
+    cap = max(1, *lengths, cluster["max_tokens_per_rank"] * cluster["cp"])
+    size = data.draw(step_sizes(cluster["dp"], cap, packs=chosen.one_size))
+    if "tokens_per_step" in size:
+        size["tokens_per_step"] *= 2
+    sampler = make(lengths, chosen, **cluster, **size, too_long="split")
+    if sampler is None:
+        return
+    for step in range(sampler.steps_per_epoch):
+        window, plan = sampler.admission.window(0, step), sampler.plan(step)
+        assert window is not None
+        plan.check(window.spans)
+        multiple = plan.cluster.multiple(plan.cp_size)
+        for pack in range(len(plan.packs)):
+            tokens = plan.packs.take([pack]).spans.tokens
+            held = sum(-(-n // multiple[pack]) * multiple[pack] for n in tokens) // plan.cp_size[pack]
+            assert held <= cluster["max_tokens_per_rank"]
+
+
 @given(data=st.data(), lengths=document_lengths(), chosen=st.sampled_from(RECIPES))
 @settings(max_examples=200, deadline=None)
 def test_all_ranks_read_one_plan(data: st.DataObject, lengths: list[int], chosen: Recipe) -> None:

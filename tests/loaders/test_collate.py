@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from equipoise import BalancedLoader, ThdBatch, ThdCollator, recipe
+from equipoise.packing.padded import padded_source, valid_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,9 +121,69 @@ def iter_specs(loader: BalancedLoader) -> list[ThdBatch]:
     return [collate(loader.dataset.__getitems__(specs)) for specs in loader.sampler]
 
 
-def one(dataset: object, **options) -> ThdBatch:
+@given(
+    lengths=document_lengths(max_size=20, empty=False),
+    labels=st.booleans(),
+    cp=st.integers(1, 4),
+    tp=st.integers(1, 3),
+    pack=st.sampled_from(["static", "wlb"]),
+)
+@settings(max_examples=200, deadline=None)
+def test_padding_fills_documents_up_and_changes_no_token(
+    lengths: list[int], labels: bool, cp: int, tp: int, pack: str
+) -> None:
+    """Every document padded to 2·cp·tp (tp at cp 1), counted against the cap; pads have no label; real tokens as without."""
+    rows, _ = corpus(lengths, labels)
+    options = {"max_tokens_per_rank": 6 * tp + 24, "dp": 2, "cp": cp, "documents_per_step": 9, "too_long": "split"}
+    loaders = [
+        BalancedLoader(
+            rows, recipe(pack, shard="zigzag", attend="none"), rank=rank, pad_tp=tp, group=FakeGroup(), **options
+        )
+        for rank in range(cp)
+    ]
+    multiple = 2 * cp * tp if cp > 1 else tp
+    for group in zip(*(iter_specs(loader) for loader in loaders), strict=True):
+        batch = group[0]
+        padded = batch.get("cu_seqlens_padded", batch.cu_seqlens)
+        assert (padded.diff() % multiple == 0).all() and (padded.diff() - batch.cu_seqlens.diff() < multiple).all()
+        layout = expected(rows, batch, 0)
+        source = padded_source(batch.cu_seqlens.numpy(), padded.numpy())
+        held = np.sort(np.concatenate([each.shard_index.numpy() for each in group]))
+        assert np.array_equal(held, np.arange(len(source)))
+        counts = valid_tokens(batch.cu_seqlens.numpy(), padded.numpy(), cp) if cp > 1 else None
+        for rank, each in enumerate(group):
+            assert each.input_ids.numel() <= options["max_tokens_per_rank"]
+            at = source[each.shard_index.numpy()]
+            real = at >= 0
+            for name in ("input_ids", "labels", "position_ids", "weight"):
+                got = each[name].numpy()
+                assert got[real].tolist() == [layout[name][i] for i in at[real]], name
+            assert (each.labels.numpy()[~real] == -100).all() and (each.input_ids.numpy()[~real] == 0).all()
+            assert each.num_targets == int((each.labels != -100).sum())
+            if counts is not None:
+                assert int(real.sum()) == counts[rank].sum()
+
+
+def test_seven_tokens_padded_to_eight_on_two_ranks() -> None:
+    """Lengths 7 and 3 at cp 2: padded 8 and 4, both boundaries, no label on a pad."""
+    options = {"max_tokens_per_rank": 8, "dp": 1, "cp": 2, "documents_per_step": 2, "shuffle": False, "pad_tp": 1}
+    loaders = [
+        BalancedLoader([np.arange(7), np.arange(3)], recipe("static", attend="none"), rank=rank, **options)
+        for rank in (0, 1)
+    ]
+    first, second = (next(iter(loader)) for loader in loaders)
+    assert first.cu_seqlens.tolist() == [0, 7, 10] and first.cu_seqlens_padded.tolist() == [0, 8, 12]
+    assert first.shard_index.tolist() == [0, 1, 6, 7, 8, 11] and second.shard_index.tolist() == [2, 3, 4, 5, 9, 10]
+    assert first.labels.tolist() == [1, 2, -100, -100, 1, -100] and second.labels.tolist() == [3, 4, 5, 6, 2, -100]
+    assert first.to_megatron()["packed_seq_params"]["cu_seqlens_q_padded"] is first.cu_seqlens_padded
+    assert "cu_seqlens_padded" not in one([np.arange(8)])
+    with pytest.raises(ValueError, match="pad_tp lays whole documents out for Transformer Engine's zigzag"):
+        one([np.arange(8)], shard="contiguous", pad_tp=1)
+
+
+def one(dataset: object, shard: str | None = None, **options) -> ThdBatch:
     defaults = {"max_tokens_per_rank": 64, "dp": 1, "documents_per_step": 8}
-    loader = BalancedLoader(dataset, recipe("static", attend="none"), **{**defaults, **options})
+    loader = BalancedLoader(dataset, recipe("static", shard=shard, attend="none"), **{**defaults, **options})
     return next(iter(loader))
 
 

@@ -58,6 +58,11 @@ def test_enough_buckets_lose_at_most_half_of_what_is_free(tokens, count, room):
         assert 2 * fewer[of].sum() > sum(tokens) + capacity
 
 
+def test_of_equal_partitions_the_last_begins_latest():
+    longest, bucket = buckets([1, 2, 3], 2)
+    assert longest.tolist() == [2, 3] and bucket.tolist() == [0, 0, 1]
+
+
 def test_hundreds_of_lengths():
     tokens = np.random.default_rng(0).lognormal(6, 1.5, 512).astype(np.int64)
     longest, bucket = buckets(tokens, 16)

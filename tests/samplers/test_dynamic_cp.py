@@ -155,11 +155,13 @@ def test_a_score_replaces_the_formula():
 
 
 def test_communication_beyond_the_node_keeps_groups_inside():
-    tokens = np.array([4000] * 8 + [300] * 16)
+    """A document worth half of 16 ranks' work would get eight of them; where rows from afar are dear it gets a node's four."""
+    tokens = np.array([4000] + [300] * 14)
     cost = tokens * 1000
-    dear = DynamicCp(traffic_price=0.0, node_ranks=4, row_units=1, far_row_units=10**5)
-    plan = dynamic_cp(tokens, cost, num_ranks=32, cap=2048, options=dear)
-    assert plan.cp_size.max() <= 4
+    for far_row_units, most in ((0, 8), (10**5, 4)):
+        options = DynamicCp(traffic_price=0.0, node_ranks=4, far_row_units=far_row_units)
+        plan = dynamic_cp(tokens, cost, num_ranks=16, cap=2048, options=options)
+        assert plan.cp_size.max() == most
 
 
 def test_the_mark_of_planning():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -77,6 +78,23 @@ def test_slots_are_the_fewest_that_pay():
     assert flexsp([], num_ranks=2, cap=5, options=options).cp_size.tolist() == [1, 1]
     cheap = flexsp(tokens, np.ones(12), num_ranks=4, cap=12000, options=options, slots=1)
     assert (np.diff(cheap.offsets) == 3).all()
+
+
+def test_the_longest_run_first_and_together():
+    tokens = np.array([100, 9000, 300, 7000, 200, 8000, 5000, 6000])
+    plan = flexsp(tokens, num_ranks=4, cap=5000, options=FlexSp(model=SEVEN), slots=2)
+    slot = np.repeat(plan.slot, np.diff(plan.offsets))
+    assert tokens[plan.order[slot == 0]].min() >= tokens[plan.order[slot == 1]].max()
+
+
+def test_more_slots_are_used_where_they_pay():
+    """16 ranks that one slot fills: its long sequences need groups beyond the node. Two slots need none."""
+    tokens, free = np.array([7800] * 4 + [900] * 30), replace(SEVEN, fixed=0.0)
+    one, more = (FlexSp(model=free, more_slots=k) for k in (0, 4))
+    times = [makespan(flexsp(tokens, num_ranks=16, cap=3650, options=o), tokens, o, 16, 3650) for o in (one, more)]
+    assert times[1] <= times[0]
+    slots = [int(flexsp(tokens, num_ranks=16, cap=3650, options=o).slot.max()) + 1 for o in (one, more)]
+    assert slots[0] == 1
 
 
 def test_wrong_arguments_are_refused():

@@ -65,7 +65,7 @@ def test_digest_changes_with_every_array() -> None:
 
 def test_describe_prints_the_figures_that_matter() -> None:
     text = str(sampler().plan(0))
-    assert "8 spans, 45 tokens in 4 packs (0 fillers), 2 slots on 2 replicas x cp 2" in text
+    assert "8 spans, 45 tokens in 4 packs (0 fillers, 0 tokens of padding), 2 slots on 2 replicas x cp 2" in text
     assert "lower bound" in text and "max/mean" in text
 
 
