@@ -79,6 +79,17 @@ def test_uneven_layouts():
     assert [rows.tolist() for rows in exchange(routes, [np.arange(5), np.arange(0)])] == [[], [0, 1, 2, 3, 4]]
 
 
+def test_a_layout_may_hold_its_rows_in_any_order():
+    """One rank that holds the second half first: rows are sent in the order in which they will be held."""
+    cu = np.array([0, 6])
+    backwards = Shards(
+        cu_seqlens=cu, cp_size=1, offsets=np.array([0, 2]), segments=np.array([[3, 6], [0, 3]]), document=np.zeros(2, np.int64)
+    )  # fmt: skip
+    there = route(contiguous(cu, 1), backwards, 0)
+    assert there.source_index.tolist() == [3, 4, 5, 0, 1, 2] and there.target_index is None
+    assert exchange([there], [np.arange(6)])[0].tolist() == [3, 4, 5, 0, 1, 2]
+
+
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="got 4 tokens on 2 ranks and 5 on 2"):
         route(contiguous([0, 4], 2), contiguous([0, 5], 2), 0)

@@ -25,12 +25,15 @@ RULES = {
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 6), st.sampled_from(list(RULES)))
-def test_rows_and_seconds_are_counted_per_document(lengths, cp, rule):
+@given(
+    st.lists(st.integers(0, 40), max_size=8), st.integers(1, 6), st.sampled_from(list(RULES)),
+    st.sampled_from([1e-9, 1e-5]),
+)  # fmt: skip
+def test_rows_and_seconds_are_counted_per_document(lengths, cp, rule, row_seconds):
     """By hand: each document on each rank is one kernel of its rows; it needs all rows before its last one."""
     cu = np.cumsum([0, *lengths])
     shards = RULES[rule](cu, cp)
-    cost = ShardCost(flops_per_pair=LAYER, row_seconds=1e-9)
+    cost = ShardCost(flops_per_pair=LAYER, row_seconds=row_seconds)
     rows, seconds = [], []
     for rank in range(cp):
         held, needed, time = shards.positions(rank), 0, 0.0
@@ -41,7 +44,7 @@ def test_rows_and_seconds_are_counted_per_document(lengths, cp, rule):
                 pairs = int((mine + 1).sum())
                 time += float(kernel_seconds(pairs, len(mine), max(2 * pairs // len(mine) - 1, 1), LAYER))
         rows.append(needed)
-        seconds.append(max(time, needed * 1e-9))
+        seconds.append(max(time, needed * row_seconds))
     assert received_rows(shards).tolist() == rows
     np.testing.assert_allclose(cost.seconds(shards), seconds, rtol=1e-12)
 

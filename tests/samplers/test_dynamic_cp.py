@@ -155,13 +155,14 @@ def test_a_score_replaces_the_formula():
 
 
 def test_communication_beyond_the_node_keeps_groups_inside():
-    """A document worth half of 16 ranks' work would get eight of them; where rows from afar are dear it gets a node's four."""
+    """A document worth half of 16 ranks' work gets more than a node's four of them, unless rows from afar are dear."""
     tokens = np.array([4000] + [300] * 14)
     cost = tokens * 1000
-    for far_row_units, most in ((0, 8), (10**5, 4)):
-        options = DynamicCp(traffic_price=0.0, node_ranks=4, far_row_units=far_row_units)
-        plan = dynamic_cp(tokens, cost, num_ranks=16, cap=2048, options=options)
-        assert plan.cp_size.max() == most
+    sizes = []
+    for far_row_units in (0, 10**5):
+        options = DynamicCp(traffic_price=0.01, node_ranks=4, far_row_units=far_row_units)
+        sizes.append(dynamic_cp(tokens, cost, num_ranks=16, cap=2048, options=options).cp_size.max())
+    assert sizes[0] > 4 >= sizes[1]
 
 
 def test_the_mark_of_planning():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from equipoise.samplers.flexsp import FlexSp, SpModel, flexsp
 from equipoise.samplers.flexsp_milp import milp_groups
-from equipoise.samplers.rank_groups import GroupRules, least_groups
+from equipoise.samplers.rank_groups import GroupRules, Groups, least_groups
 
 SEVEN = SpModel.preset("gpt-7b")
 PACKAGE = {"scip": "pyscipopt", "highs": "highspy"}
@@ -79,3 +79,14 @@ def test_a_missing_solver_is_named(solver, monkeypatch):
         ImportError, match=rf'solver="{solver}" needs {PACKAGE[solver]}: pip install "equipoise\[solvers\]"'
     ):
         flexsp([5, 4], num_ranks=2, cap=10, options=FlexSp(model=SEVEN, solver=solver))
+
+
+@pytest.mark.parametrize("solver", ["scip", "highs"])
+def test_memory_keeps_apart_what_time_would_put_together(solver):
+    """Two ranks of 11 tokens: the two cheap documents of 10 and 9 would share one, and may not."""
+    pytest.importorskip(PACKAGE[solver])
+    rules = GroupRules.of(num_ranks=2, cap=11, token_units=[0, 0, -1])
+    work, tokens = np.array([3, 1, 1]), np.array([1, 10, 9])
+    start = Groups(np.array([0, 0, 1]), np.array([1, 1]), 5, 0)
+    found = milp_groups(work, tokens, rules, start, FlexSp(model=SEVEN, solver=solver))
+    assert found.makespan == 4 and found.group[1] != found.group[2]
