@@ -2,9 +2,9 @@
 
     python benchmarks/quality_cp.py [dynamic_cp] [flexsp] [sharding] [--seeds 10] [--seconds 10]
 
-Each published rule is written out here as its authors have it, runs on the same documents as ours, and stands in the same
-line with the lower bound and the value that was to be reached. Means over seeds, and the worst seed. Traces are read from
-../shared/lengths where they are; Megatron's length law needs none.
+Each published rule is written out here as its authors have it, runs on the same documents as ours, and stands in the
+same line with the lower bound and the value that was to be reached. Means over seeds, and the worst seed. Traces are
+read from ../shared/lengths where they are; Megatron's length law needs none.
 """
 
 from __future__ import annotations
@@ -104,12 +104,9 @@ def measured(
 
 def dynamic_cp_quality(seeds: int) -> None:
     """Megatron's law, 2048 tokens a rank, cost L² + 8192L."""
-    print(
-        f"dynamic CP: slowest rank over ideal, summed over slots (received rows per token); {seeds} x {STEPS} steps, worst seed"
-    )
-    print(
-        f"  {'ranks / documents':20}{'Megatron gen 2':>22}{'ours, any size':>22}{'powers of two':>22}{'to reach':>26}{'ms':>12}"
-    )
+    print(f"dynamic CP: slowest rank over ideal, all slots (received rows per token); {seeds} x {STEPS} steps, worst")
+    names = ("Megatron gen 2", "ours, any size", "powers of two")
+    print(f"  {'ranks / documents':20}" + "".join(f"{name:>22}" for name in names) + f"{'to reach':>26}{'ms':>12}")
     reach = {
         (8, 16): "1.08 (2.0) / 1.06 (3.3)",
         (16, 32): "1.09 (2.4) / 1.08 (3.7)",
@@ -196,7 +193,8 @@ def flexsp_quality(seeds: int, seconds: float) -> None:
         for small_ranks, count, number in ((16, 12, seeds), (32, 24, 4), (64, 512, 2)):
             gaps = [gap(number_of, small_ranks, count, solver, seconds) for number_of in range(number)]
             print(
-                f"    {solver:6} {count:4} sequences on {small_ranks:2} ranks: mean {np.mean(gaps):.4f}, worst {np.max(gaps):.4f}"
+                f"    {solver:6} {count:4} sequences on {small_ranks:2} ranks: "
+                f"mean {np.mean(gaps):.4f}, worst {np.max(gaps):.4f}"
             )
 
 
@@ -296,7 +294,8 @@ def sharding_quality(seeds: int) -> None:
     }
     reach = {"wlb_like": "1.026 / 1.009", "mooncake_conversation": "1.024 / 1.009", "wikipedia": "1.024 / 1.010"}
     print(
-        f"shards, cp 16: slowest rank over an even share of whole documents (rows received / ring); {seeds} x 10 packs, worst seed"
+        "shards, cp 16: slowest rank over an even share of whole documents (rows received / ring); "
+        f"{seeds} x 10 packs, worst seed"
     )
     print(f"  {'trace':23}" + "".join(f"{name:>23}" for name in rules) + f"{'to reach':>16}{'µs':>8}")
     for name, wanted in reach.items():

@@ -1,16 +1,18 @@
-"""Mixed sharding: long documents cut over several ranks, short ones whole, chosen for each pack (WLB-LLM's future work).
+"""Mixed sharding: long documents cut over several ranks, short ones whole, as pays (WLB-LLM names it as future work).
 
-Decided here: how many ranks of the CP group each document is cut over, and which. Documents come by falling length; each
-tries 1, 2, 4 … cp_size ranks, those of least load that have room for its share, and takes the number of least
+Decided here: how many ranks of the CP group each document is cut over, and which. Documents come by falling length;
+each tries 1, 2, 4 … cp_size ranks, those of least load that have room for its share, and takes the number of least
 
     max(slowest rank, ideal) + kernel time lost by cutting + comm_weight · transfer,
 
-the last two as means over the ranks, where a rank's load is the longer of its kernels and its transfers, and the ideal is
-an even share of all kernels, with what was lost so far. Over g ranks a document is cut in zigzag: 2·g chunks, first with
-last. Ranks hold uneven numbers of tokens, never more than the cap; what no equal share fits any more fills what room is left.
-If everything cut over all ranks is faster, that is taken: then this is ``zigzag`` per document.
+the last two as means over the ranks, where a rank's load is the longer of its kernels and its transfers, and the
+ideal is an even share of all kernels, with what was lost so far. Over g ranks a document is cut in zigzag: 2·g
+chunks, first with last. Ranks hold uneven numbers of tokens, never more than the cap; what no equal share fits any
+more fills what room is left. If everything cut over all ranks is faster, that is taken: then this is ``zigzag`` per
+document.
 
-A fixed length from which documents are cut is fragile (best on one trace, 1.4 x the ideal on another); this rule has none.
+A fixed length from which documents are cut is fragile (best on one trace, 1.4 x the ideal on another); this rule has
+none.
 
 Cost: 40–150 µs for the search, as much again for the kernel table, for 100–200 documents on 16 ranks.
 

@@ -1,12 +1,13 @@
 """Routes from one layout of a pack to another: which rows a rank sends where, in one all-to-all with uneven sizes.
 
-Attention wants zigzag, recurrent and Ulysses layers want contiguous shards; Megatron-LM converts between the two with a
-THD route (`context_parallel_layout/routes.py`). Decided here: nothing; a route follows from the two ``Shards``. Any two of
-the same pack will do, evenly cut or not, of any document lengths.
+Attention wants zigzag, recurrent and Ulysses layers want contiguous shards; Megatron-LM converts between the two with
+a THD route (`context_parallel_layout/routes.py`). Decided here: nothing; a route follows from the two ``Shards``. Any
+two of the same pack will do, evenly cut or not, of any document lengths.
 
-The i-th row that a rank sends is ``x[source_index[i]]``, those for rank 0 first (``source_sizes`` rows for each rank), for
-each rank in the order in which it will hold them. What arrives, from rank 0 first, are the rows ``y[target_index[i]]``. The
-way back, and the gradient's, is the same route reversed. An index that would change nothing is None.
+The i-th row that a rank sends is ``x[source_index[i]]``, those for rank 0 first (``source_sizes`` rows for each
+rank), for each rank in the order in which it will hold them. What arrives, from rank 0 first, are the rows
+``y[target_index[i]]``. The way back, and the gradient's, is the same route reversed. An index that would change
+nothing is None.
 
 Cost: a few numpy passes over the pack's positions, about 2 ms for 128K tokens.
 
@@ -54,8 +55,8 @@ def route(source: Shards, target: Shards, rank: int) -> Route:
     """How `rank` gets from the rows it holds in `source` to those in `target`, two layouts of one pack on one group."""
     if source.cp_size != target.cp_size or source.cu_seqlens[-1] != target.cu_seqlens[-1]:
         raise ValueError(
-            f"A route joins two layouts of one pack on one group; got {source.cu_seqlens[-1]} tokens on {source.cp_size} "
-            f"ranks and {target.cu_seqlens[-1]} on {target.cp_size}."
+            f"A route joins two layouts of one pack on one group; got {source.cu_seqlens[-1]} tokens on "
+            f"{source.cp_size} ranks and {target.cu_seqlens[-1]} on {target.cp_size}."
         )
     if not 0 <= rank < source.cp_size:
         raise ValueError(f"A rank of this group is 0 … {source.cp_size - 1}; got {rank}.")

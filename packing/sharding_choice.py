@@ -1,12 +1,12 @@
 """Choosing how to shard a pack by the time its kernels take (WLB-LLM, OSDI'25, section 5.2: adaptive sharding).
 
-Per-document sharding balances pairs exactly and cuts short documents into pieces that waste tiles and need nearly all KV;
-per-sequence sharding keeps documents whole and leaves ranks idle. Decided here: which of the two, for each pack, by the
-slowest rank's seconds under a cost that knows both. ``mixed.py`` decides per document.
+Per-document sharding balances pairs exactly and cuts short documents into pieces that waste tiles and need nearly all
+KV; per-sequence sharding keeps documents whole and leaves ranks idle. Decided here: which of the two, for each pack,
+by the slowest rank's seconds under a cost that knows both. ``mixed.py`` decides per document.
 
-A rank's seconds are those of its attention kernels, one for each document it holds rows of, or those of receiving the KV rows it needs, whichever is longer: what of the
-transfer fits behind the kernels is hidden. Rows are counted as if they came straight from where they are; a ring that forwards
-them moves more.
+A rank's seconds are those of its attention kernels, one for each document it holds rows of, or those of receiving the
+KV rows it needs, whichever is longer: what of the transfer fits behind the kernels is hidden. Rows are counted as if
+they came straight from where they are; a ring that forwards them moves more.
 
 Cost: a numpy pass over the segments of both, 0.3–1 ms for 100 documents on 16 ranks.
 
@@ -43,12 +43,13 @@ class ShardCost:
     row_seconds: float = 0.0
     """Seconds to receive the keys and values of one token. 0: transfers are free, or always hidden."""
     kernel: KernelSeconds = kernel_seconds
-    """Seconds of calls from (pairs, query rows, keys, flops_per_pair), vectorised: the table of `efficiency.py`, or yours."""
+    """Seconds of calls by (pairs, query rows, keys, flops_per_pair), vectorised: by `efficiency.py`, or yours."""
 
     def __post_init__(self) -> None:
         if not (self.flops_per_pair > 0 and 0 <= self.row_seconds < np.inf):
             raise ValueError(
-                f"ShardCost has flops_per_pair > 0 and row_seconds >= 0; got {self.flops_per_pair} and {self.row_seconds}."
+                f"ShardCost has flops_per_pair > 0 and row_seconds >= 0; got {self.flops_per_pair} and "
+                f"{self.row_seconds}."
             )
 
     @staticmethod
@@ -69,7 +70,7 @@ class ShardCost:
 
 
 def received_rows(shards: Shards) -> Int64:
-    """KV rows that each rank needs and does not hold, int64[cp_size]: of each document all before its last token there."""
+    """KV rows that each rank needs and does not hold, int64[cp_size]: of each document all up to its last row there."""
     rank, rows, keys, _ = _calls(shards)
     received = np.zeros(shards.cp_size, np.int64)
     np.add.at(received, rank, keys - rows)

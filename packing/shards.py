@@ -109,8 +109,9 @@ def zigzag(cu_seqlens: npt.ArrayLike, cp_size: int, per: str = "document") -> Sh
 def striped(cu_seqlens: npt.ArrayLike, cp_size: int, stripe: int = 1) -> Shards:
     """Stripes of `stripe` tokens of the pack dealt to the ranks in turn (Striped Attention, arXiv:2311.09431).
 
-    cu_seqlens: int[k + 1], from 0, never falling. Ranks differ by at most `stripe` tokens, and for one causal document by
-    less than stripe x tokens pairs. A stripe of one token is a segment of its own: the plan has a segment per token.
+    cu_seqlens: int[k + 1], from 0, never falling. Ranks differ by at most `stripe` tokens, and for one causal
+    document by less than stripe x tokens pairs. A stripe of one token is a segment of its own: the plan has a segment
+    per token.
     """
     cu = _boundaries(cu_seqlens, cp_size)
     if stripe < 1:
@@ -170,8 +171,8 @@ def _zigzag_documents(cu: Int64, cp_size: int) -> Shards:
 def from_pieces(cu: Int64, cp_size: int, start: Int64, stop: Int64, document: Int64, rank: Int64) -> Shards:
     """Shards of pieces (positions start … stop of one document, on a rank; int64[p] each) that cover the pack once.
 
-    cu: int64[k + 1] boundaries. Pieces of a rank keep the order given; empty ones are dropped, and such as touch are merged
-    (the last rank's middle chunks).
+    cu: int64[k + 1] boundaries. Pieces of a rank keep the order given; empty ones are dropped, and such as touch are
+    merged (the last rank's middle chunks).
     """
     kept = np.flatnonzero(stop > start)
     if np.any(rank[1:] < rank[:-1]):

@@ -1,9 +1,9 @@
 """Bucketing and micro-batch chunking (FlexSP, ASPLOS'25, sections 4.2 and 4.3): two exact partitions of sorted lengths.
 
 - ``buckets``: at most b groups of like length, each rounded up to its longest, with the least tokens added in all. The
-  MILP then decides how many of a bucket go where and not where each goes. Dynamic programming over the lengths in order,
-  ``f(b, j) = min_i f(b-1, i) + longest·(j - i) - their sum``, over different lengths only: b·u² steps for u of them,
-  2 ms for 512 documents and 16 buckets.
+  MILP then decides how many of a bucket go where and not where each goes. Dynamic programming over the lengths in
+  order, ``f(b, j) = min_i f(b-1, i) + longest·(j - i) - their sum``, over different lengths only: b·u² steps for u of
+  them, 2 ms for 512 documents and 16 buckets.
 - ``even_parts``: consecutive documents in m parts whose largest is as small as possible, the slots of a step. The paper
   finds it by dynamic programming as well; here by bisecting the answer, n·log(tokens) steps.
 
@@ -52,7 +52,7 @@ def enough_buckets(tokens: npt.ArrayLike, count: int, capacity: int) -> tuple[In
 
 
 def even_parts(tokens: npt.ArrayLike, parts: int) -> Int64:
-    """Offsets int64[parts + 1] of consecutive parts of tokens (int[n]) with the least largest sum; earlier ones fill up."""
+    """Offsets int64[parts + 1] of consecutive parts of tokens (int[n]) whose largest sum is least; early ones are full."""
     tokens = np.ascontiguousarray(tokens, dtype=np.int64)
     if parts < 1:
         raise ValueError(f"even_parts makes at least one part; got parts={parts}.")

@@ -1,15 +1,16 @@
 """Dynamic context parallelism (NVIDIA, Megatron Core 2026): a CP group size for each micro-batch.
 
-Decided here: the slot of each document, and within a slot which documents form a packed (THD) micro-batch and on how many
-consecutive ranks it runs. DP and CP are one pool of ranks: a long document gets many, short ones share one. Every rank is
-busy in every slot and holds at most `cap` tokens; what balances is time, memory is a limit.
+Decided here: the slot of each document, and within a slot which documents form a packed (THD) micro-batch and on how
+many consecutive ranks it runs. DP and CP are one pool of ranks: a long document gets many, short ones share one.
+Every rank is busy in every slot and holds at most `cap` tokens; what balances is time, memory is a limit.
 
-Megatron gives a document the fewest ranks that memory demands, and so cannot come below the longest document's time on
-those. Here ranks are also spent on time (``rank_groups.py``): a *quota* of work per rank (``quotas``) says how many,
-several quotas are tried, and received KV rows are weighed against time by `traffic_price`, without which one group of all
-ranks would always win. Slots are formed in three ways and the cheapest step kept: of like work (LPT), which a pipeline
-needs; of like length and tokens; and filled in turn as Megatron does it, which is best where slots are many. A pipeline of p
-stages and V virtual ones costs ``Σ slots + (p - 1)·longest / V``, the fill included; or `score` says what a step costs.
+Megatron gives a document the fewest ranks that memory demands, and so cannot come below the longest document's time
+on those. Here ranks are also spent on time (``rank_groups.py``): a *quota* of work per rank (``quotas``) says how
+many, several quotas are tried, and received KV rows are weighed against time by `traffic_price`, without which one
+group of all ranks would always win. Slots are formed in three ways and the cheapest step kept: of like work (LPT),
+which a pipeline needs; of like length and tokens; and filled in turn as Megatron does it, which is best where slots
+are many. A pipeline of p stages and V virtual ones costs ``Σ slots + (p - 1)·longest / V``, the fill included; or
+`score` says what a step costs.
 
 What Megatron asserts or loses is handled: any number of ranks, the number of slots raised to a multiple by spreading
 documents or by idle slots, padding to 2·cp_size after the choice of size and counted against the cap.
@@ -121,7 +122,8 @@ def dynamic_cp(
         if slots is not None:
             raise ValueError(
                 f"{slots} slots of {num_ranks} ranks x {cap} tokens do not hold {len(tokens)} documents of "
-                f"{int(tokens.sum())} tokens, padding apart, in groups of {options.degrees}: give more slots, or a larger cap."
+                f"{int(tokens.sum())} tokens, padding apart, in groups of {options.degrees}: give more slots, or a "
+                "larger cap."
             )
         count += multiple
         plans = _plans(tokens, cost, count, filled, rules, options)
@@ -139,8 +141,8 @@ def dynamic_cp(
 def quotas(work: int, micro_batches: npt.ArrayLike, *, stages: int = 1, virtual_stages: int = 1) -> Int64:
     """Work W_i per micro-batch of DP ranks with m_i micro-batches, such that all end together: int64[d].
 
-    ``W_i·(m_i·V + p - 1)`` is the same for all, to the rounding, and ``Σ W_i·m_i`` at least `work`. With as many slots on
-    every rank it is the mean, which is what ``dynamic_cp`` levels.
+    ``W_i·(m_i·V + p - 1)`` is the same for all, to the rounding, and ``Σ W_i·m_i`` at least `work`. With as many
+    slots on every rank it is the mean, which is what ``dynamic_cp`` levels.
 
         >>> quotas(1000, [4, 4, 8], stages=5, virtual_stages=2)
         array([79, 79, 47])
@@ -148,8 +150,8 @@ def quotas(work: int, micro_batches: npt.ArrayLike, *, stages: int = 1, virtual_
     m = np.asarray(micro_batches, dtype=np.int64)
     if m.ndim != 1 or len(m) == 0 or m.min() < 1 or stages < 1 or virtual_stages < 1 or work < 0:
         raise ValueError(
-            "quotas takes work >= 0 and, of one dimension, at least 1 micro-batch per rank, on stages and virtual_stages of "
-            f"at least 1; got work={work}, micro_batches={micro_batches!r}, {stages} and {virtual_stages}."
+            "quotas takes work >= 0 and, of one dimension, at least 1 micro-batch per rank, on at least 1 stage and "
+            f"virtual stage; got work={work}, micro_batches={micro_batches!r}, {stages} and {virtual_stages}."
         )
     length = [int(k) * virtual_stages + stages - 1 for k in m]
     common = Fraction(work) / sum(Fraction(int(k), units) for k, units in zip(m, length, strict=True))
@@ -160,7 +162,7 @@ _Slots = list[tuple[Int64, Groups]]
 
 
 def _fewest(tokens: Int64, capacity: int, multiple: int) -> int:
-    """Slots to begin with. Full ones force large groups: with few documents the next count is tried too, with many not."""
+    """Slots to begin with. Full ones force large groups: with few documents one more is tried too, with many not."""
     percent = 100 if len(tokens) <= _MANY_DOCUMENTS else _FILL_PERCENT
     return max(-(-100 * int(tokens.sum()) // (percent * capacity * multiple)), 1) * multiple
 
@@ -239,6 +241,7 @@ def _check_fits(tokens: Int64, rules: GroupRules) -> None:
     if len(tokens) and not rules.smallest(tokens.max(keepdims=True)).all():
         longest = int(tokens.argmax())
         raise ValueError(
-            f"A document fits into some group of ranks, padding counted; document {longest} has {tokens[longest]} tokens, "
-            f"and the {rules.num_ranks} ranks hold {rules.cap} each, padded to {rules.pad} per rank: raise the cap, or split it."
+            f"A document fits into some group of ranks, padding counted; document {longest} has {tokens[longest]} "
+            f"tokens, and the {rules.num_ranks} ranks hold {rules.cap} each, padded to {rules.pad} per rank: raise the "
+            "cap, or split it."
         )

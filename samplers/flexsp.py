@@ -1,8 +1,9 @@
 """FlexSP (ASPLOS'25, arXiv:2412.01523): sequence-parallel groups of unequal degree, side by side in one slot.
 
-Decided here: the slot of each sequence, how many ranks its group has and which share a group; sequences are neither cut nor
-padded. A group of d ranks with sequences s takes ``(Σ a1·s² + a2·s + all_to_all(d)·s) / d + beta``, where the all-to-all
-is fast inside a node and slow beyond it: long sequences need many ranks for memory, short ones are better off on few.
+Decided here: the slot of each sequence, how many ranks its group has and which share a group; sequences are neither
+cut nor padded. A group of d ranks with sequences s takes ``(Σ a1·s² + a2·s + all_to_all(d)·s) / d + beta``, where the
+all-to-all is fast inside a node and slow beyond it: long sequences need many ranks for memory, short ones are better
+off on few.
 
 - Slots ("blaster"): sequences by falling length, cut into m consecutive parts of even tokens; m from the fewest that
   memory allows to four more, the cheapest step is kept. A count whose mean work alone is dearer is not tried.
@@ -15,7 +16,8 @@ speed: limit its `nodes`, or plan on one rank and send the plan.
 
     >>> import numpy as np
     >>> options = FlexSp(model=SpModel.preset("gpt-7b"))
-    >>> plan = flexsp(np.array([102400] + 4 * [49152]), num_ranks=64, cap=6200, options=options)    # the paper's Figure 1
+    >>> tokens = np.array([102400] + 4 * [49152])                   # the paper's Figure 1
+    >>> plan = flexsp(tokens, num_ranks=64, cap=6200, options=options)
     >>> plan.cp_size[np.diff(plan.offsets) > 0]
     array([32,  8,  8,  8,  8])
 """
@@ -29,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..packing.assign import same_length
-from ..packing.cost import Float64, cost_units
+from ..packing.cost import CostModel, Float64, ModelShape, cost_units
 from ..packing.packs import Int64
 from .bucketing import even_parts
 from .rank_groups import GroupRules, Groups, Placement, least_groups, place
@@ -74,8 +76,31 @@ class SpModel:
             parameters=parameters,
         )  # fmt: skip
 
+    @staticmethod
+    def of(
+        shape: ModelShape,
+        cost: CostModel,
+        *,
+        fixed: float = 0.0,
+        bandwidth: tuple[tuple[int, float], ...] = A100_ALL_TO_ALL,
+    ) -> SpModel:
+        """The model of a shape that costs `cost`: its all-to-alls move query, key, value and output, each way.
+
+        fixed: ms of a slot. Memory is the CostModel's to say (`max_tokens`): `cap` counts no weights here.
+        """
+        return SpModel(
+            quadratic=cost.seconds_per_pair / 2 * 1e3,
+            linear=(cost.seconds_per_token + cost.seconds_per_pair / 2) * 1e3,
+            fixed=fixed,
+            hidden_size=(shape.num_heads + shape.num_kv_heads) * shape.head_dim // 2,
+            num_layers=shape.num_layers,
+            activation_mb=cost.bytes_per_token / 2**20,
+            parameters=0.0,
+            bandwidth=bandwidth,
+        )
+
     def seconds(self, pairs: npt.ArrayLike, tokens: npt.ArrayLike) -> Float64:
-        """Seconds on one rank of sequences with `tokens` (int[n]); pairs are those of the fit, tokens², whatever given."""
+        """Seconds on one rank of sequences with `tokens` (int[n]), float64[n]; `pairs` are not looked at."""
         held = np.asarray(tokens, dtype=np.float64)
         return (self.quadratic * held * held + self.linear * held) / 1e3
 

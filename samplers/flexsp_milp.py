@@ -1,14 +1,14 @@
 """FlexSP's mixed-integer programme (ASPLOS'25, section 4.1) for the groups of one slot, by SCIP or HiGHS.
 
-Virtual groups g of degree d_g, as many of each degree as there are ranks for; A[b, g] sequences of bucket b (``bucketing.py``)
-in group g, m[g] whether it is used:
+Virtual groups g of degree d_g, as many of each degree as there are ranks for; A[b, g] sequences of bucket b
+(``bucketing.py``) in group g, m[g] whether it is used:
 
     min t   Σ_g A[b, g] = size of b         Σ_b longest_b·A[b, g] <= cap·d_g·m[g]
             Σ_b time(b, d_g)·A[b, g] <= t   Σ_g d_g·m[g] <= ranks         m[g] >= m[g + 1] for groups of one degree
 
-It starts from the groups of the greedy and returns them where it finds nothing better in time: a bucket counts as its longest
-sequence throughout, so the programme is a little pessimistic. The authors demand that all ranks are used; here ranks may be
-left over. Both backends run on one thread; with `nodes` instead of a clock they are deterministic.
+It starts from the groups of the greedy and returns them where it finds nothing better in time: a bucket counts as its
+longest sequence throughout, so the programme is a little pessimistic. The authors demand that all ranks are used;
+here ranks may be left over. Both backends run on one thread; with `nodes` instead of a clock they are deterministic.
 
 Cost: seconds. 20 sequences on 32 ranks are often solved to the optimum, 512 on 64 seldom improved.
 """

@@ -5,8 +5,8 @@ found by two bisections per size in use. Slack and loads are those of the whole 
 does, so that nothing is divided. Merging walks the sizes from their loosest groups. One target over n documents costs
 about n·log(ranks) steps; where the target is tight, each merge adds as many steps as there are ranks in the new group.
 
-What is done for every document is inlined: numba counts the references of all arrays of a named tuple at each call, which
-took two thirds of the time.
+What is done for every document is inlined: numba counts the references of all arrays of a named tuple at each call,
+which took two thirds of the time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Rules(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Groups while they form, int64[num_ranks] each: `line` has them by (size, slack); behind totals[GROUPS] are unused ones."""
+    """Groups while they form, int64[num_ranks] each. `line` has them by (size, slack), the unused last."""
 
     line: Int64
     size: Int64
@@ -167,7 +167,7 @@ def _put(d, work, tokens, rules, s, merging):
 
 @njit(nogil=True, cache=True, inline="always")
 def _opening(w, t, rules, s):
-    """The smallest size whose group, with this document alone, keeps target and cap, if as many ranks are free; else 0."""
+    """The smallest size that keeps target and cap with this document alone, if as many ranks are free; else 0."""
     for c in rules.sizes:
         if c > s.totals[FREE]:
             return 0
@@ -178,7 +178,7 @@ def _opening(w, t, rules, s):
 
 @njit(nogil=True, cache=True, inline="always")
 def _joining(w, t, opened, rules, s):
-    """Place in line of the smallest, then fullest group that takes the document and is no larger than `opened`; -1: none."""
+    """Place in line of the smallest, then fullest group that takes the document, none above `opened`; -1: none."""
     at, count = 0, s.totals[GROUPS]
     while at < count:
         c = s.size[s.line[at]]
@@ -196,7 +196,7 @@ def _joining(w, t, opened, rules, s):
 
 @njit(nogil=True, cache=True)
 def _merging(w, t, tokens, rules, s):
-    """Merge groups and free ranks into the smallest group that takes the document; returns its place in line, -1: none."""
+    """Merge groups and free ranks into the smallest group that takes the document; returns its place, -1: none."""
     ends = _runs(s)
     cursor, chosen = np.empty(len(ends), np.int64), np.empty(s.totals[GROUPS], np.int64)
     least = 0
@@ -238,7 +238,7 @@ def _runs(s):
 
 @njit(nogil=True, cache=True)
 def _loosest(ranks, cursor, ends, s):
-    """The run, of groups of at most `ranks` ranks, whose next group has most slack per rank (ties: the smaller); -1: none."""
+    """The run whose next group, of at most `ranks` ranks, has most slack per rank (ties: the smaller); -1: none."""
     best, most = -1, np.int64(0)
     for run in range(len(ends)):
         begin = ends[run - 1] if run > 0 else 0
@@ -251,7 +251,7 @@ def _loosest(ranks, cursor, ends, s):
 
 @njit(nogil=True, cache=True)
 def _merge(c, chosen, tokens, rules, s):
-    """Make one group of c ranks of those at the `chosen` places (rising) and of free ranks; returns its place in line."""
+    """Make one group of c ranks of those at the `chosen` places (rising) and of free ranks; returns its place."""
     groups = s.line[chosen]
     count, kept, at = s.totals[GROUPS], 0, 0
     for i in range(count):

@@ -5,11 +5,11 @@ that holds documents of work W and T tokens takes ``(W + token_units[c]·T) / c`
 moving its tokens costs at that size (FlexSP's all-to-all, the rows of a ring). It may hold c·cap tokens.
 
 Documents come by falling work under a *target* time that no group may exceed. Each goes into the smallest group whose
-time and tokens both allow it, of these the fullest; else it opens the smallest group that holds it, from free ranks; else
-groups are merged, those of most slack first, into the smallest that holds it. Work beyond the target so buys more ranks,
-and once work is level the light documents fill what memory is left. Too low a target fails; ``best_groups`` tries
-several and keeps the least of makespan + price x received rows, since one group of all ranks balances perfectly and
-moves most.
+time and tokens both allow it, of these the fullest; else it opens the smallest group that holds it, from free ranks;
+else groups are merged, those of most slack first, into the smallest that holds it. Work beyond the target so buys
+more ranks, and once work is level the light documents fill what memory is left. Too low a target fails;
+``best_groups`` tries several and keeps the least of makespan + price x received rows, since one group of all ranks
+balances perfectly and moves most.
 
 Cost: documents find their group by bisection; 110 documents on 64 ranks take 10–60 µs per target.
 
@@ -108,9 +108,9 @@ def best_groups(
 ) -> Groups | None:
     """The groups of least ``256·makespan + price·rows`` among those that the targets lead to, the first of equals.
 
-    work (cost units), tokens: int[n]. targets: thousandths above the mean of the ranks; first: one in cost units that is
-    tried before them. limit: a score to undercut.
-    Returns None where none of them undercuts it, or where the documents do not fit.
+    work (cost units), tokens: int[n]. targets: thousandths above the mean of the ranks; first: one in cost units that
+    is tried before them. limit: a score to undercut. Returns None where none of them undercuts it, or where the
+    documents do not fit.
     """
     work, tokens = same_length(work, tokens)
     mean, without_limit = _bounds(work, tokens, rules, price)
@@ -129,7 +129,8 @@ def least_groups(work: npt.ArrayLike, tokens: npt.ArrayLike, rules: GroupRules, 
     mean, without_limit = _bounds(work, tokens, rules, 0)
     order = np.argsort(-work, kind="stable")
     found, group, size, makespan, rows = search_least(
-        work, tokens, order, rules.num_ranks, rules.cap, rules.pad, rules.sizes, rules.token_units, mean, without_limit, rounds
+        work, tokens, order, rules.num_ranks, rules.cap, rules.pad, rules.sizes, rules.token_units,
+        mean, without_limit, rounds,
     )  # fmt: skip
     return Groups(group, size, int(makespan), int(rows)) if found else None
 
@@ -137,8 +138,9 @@ def least_groups(work: npt.ArrayLike, tokens: npt.ArrayLike, rules: GroupRules, 
 def filled_slots(work: npt.ArrayLike, tokens: npt.ArrayLike, rules: GroupRules) -> tuple[Int64, Int64]:
     """(Slot of each document int64[n], a target for each slot): slots filled one after the other, as Megatron does it.
 
-    A slot begins with the costliest document left and takes, by falling cost, what fits in time and tokens beside it, each
-    document on the fewest ranks that hold it. Slots so hold documents of like length and short ones that fill the gaps.
+    A slot begins with the costliest document left and takes, by falling cost, what fits in time and tokens beside it,
+    each document on the fewest ranks that hold it. Slots so hold documents of like length and short ones that fill
+    the gaps.
     """
     work, tokens = same_length(work, tokens)
     _bounds(work, tokens, rules, 0)
@@ -154,8 +156,8 @@ def _bounds(work: Int64, tokens: Int64, rules: GroupRules, price: int) -> tuple[
     most = total + int(rules.token_units[rules.sizes].max()) * held
     if SCALE * most + price * rules.num_ranks * held >= HUGE:
         raise ValueError(
-            f"Work of {total} units, and communication, of one slot must stay below 2**53 units, and a price of rows in "
-            f"proportion; got price={price}. State costs in a larger unit."
+            f"Work of {total} units, and communication, of one slot must stay below 2**53 units, and a price of rows "
+            f"in proportion; got price={price}. State costs in a larger unit."
         )
     return -(-total // rules.num_ranks), min(most + 1, HUGE // rules.num_ranks)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from equipoise.packing.cost import CostModel, ModelShape
 from equipoise.samplers import flexsp as module
 from equipoise.samplers.flexsp import FlexSp, SpModel, flexsp
 from equipoise.samplers.rank_groups import Placement, loads
@@ -67,6 +68,20 @@ def test_presets_are_the_authors():
     assert SEVEN.all_to_all(5)[3] == SEVEN.all_to_all(64)[4] and SEVEN.all_to_all(100)[100] == 410678
     assert SEVEN.cap(64, 40) == int((40 * 1024 - 7.85 * 16 * 1024 / 64) / 4.480441895)
     assert SEVEN.work([1000]).tolist() == [round((5.128e-6 * 1e6 + 183.9576) * 1e6)]
+
+
+def test_the_model_of_a_shape():
+    """Seven billion parameters without grouped keys move what the authors' preset moves; costs are the cost model's."""
+    shape = ModelShape(
+        hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128, ffn_size=11008, vocab_size=32000
+    )
+    cost = CostModel(seconds_per_pair=3e-9, seconds_per_token=2e-4, bytes_per_token=2**20)
+    model = SpModel.of(shape, cost)
+    assert model.all_to_all(64).tolist() == SEVEN.all_to_all(64).tolist() and model.fixed == 0
+    tokens = np.array([1, 1000, 30000])
+    np.testing.assert_allclose(model.work(tokens), cost.units(tokens * (tokens + 1) // 2, tokens), rtol=1e-9)
+    grouped = SpModel.of(replace(shape, num_kv_heads=8), cost, bandwidth=((8, 50.0),))
+    assert grouped.all_to_all(8)[8] == round(16 * 32 * 2560 / 2**20 / 50 * 1e6)
 
 
 def test_slots_are_the_fewest_that_pay():
