@@ -120,16 +120,14 @@ class _Segments:
                 f"the tokens of document {self.numbers[bad[0]]} must be a 1-D array of ids; got shape {shapes[bad[0]]}"
             )
         length = np.array([shape[0] for shape in shapes if shape is not None], np.int64)
-        if spec.document_stop:
-            length = np.minimum(length, spec.document_stop)
-        short = np.flatnonzero((length < spec.spans.stop) & ~self.filler)
-        if len(short):
-            at = short[0]
+        other = np.flatnonzero((length != spec.document_tokens) & ~self.filler)
+        if len(other):
+            at = other[0]
             raise ValueError(
-                f"document {self.numbers[at]} has {length[at]} tokens, but the plan uses tokens {spec.spans.start[at]} to "
-                f"{spec.spans.stop[at]} of it: the length index does not belong to this dataset, build it anew"
+                f"document {self.numbers[at]} has {length[at]} tokens, but {spec.document_tokens[at]} in the length index, which "
+                f"does not belong to this dataset: build it anew"
             )
-        return length
+        return np.minimum(length, spec.document_stop) if spec.document_stop else length
 
     def segments(self, *, restart: bool) -> np.ndarray:
         """int64[s, 4]: document of the pack, position of the first token, place in the pack, tokens."""

@@ -145,32 +145,30 @@ class BalancedBatchSampler:
             self.admission = QueuedAdmission(
                 base=admission, queues=recipe.options, cluster=self.cluster, cost=self.cost
             )
-        self.config = {
-            "recipe": repr(recipe),
-            "cost": [
-                *cost_units(self.cost, np.array([0, 10**8]), np.array([10**4, 10**4])).tolist(),
-                getattr(self.cost, "seconds_per_row", 0.0),
-            ],
-            "dp": dp,
-            "cp": cp,
-            "max_tokens_per_rank": max_tokens_per_rank,
-            **{name: value for name, value in asdict(step_size).items() if value is not None},
-            "slots": slots,
-            "sync": sync,
-            "speeds": speeds and list(speeds),
-            "pad_tp": pad_tp,
-            "seed": seed,
-            "shuffle": shuffle,
-            "order": order,
-            "last": last,
-            "too_long": too_long,
-            "groups": None if lengths.group is None else len(self.items),
-            "lengths": f"{xxhash.xxh3_64_hexdigest(np.ascontiguousarray(lengths.tokens).data)} of {len(lengths)}",
-        }
+        self.config = self._configuration(admission)
         self.refitted: list[float] | None = None
         self._config_digest = self._digest_of_config()
         self.epoch, self.first_step, self.first_slot = 0, 0, 0
         self._first_targets: int | None = None
+
+    def _configuration(self, admission: Admission) -> dict:
+        """All that the plans follow from, as plain JSON: compared when a state or a plan is loaded, and in the digest."""
+        cluster, lengths = asdict(self.cluster), self.items.lengths
+        probe = cost_units(self.cost, np.array([0, 10**8]), np.array([10**4, 10**4])).tolist()
+        return {
+            "recipe": repr(self.recipe),
+            "cost": [*probe, getattr(self.cost, "seconds_per_row", 0.0)],
+            **cluster,
+            "speeds": cluster["speeds"] and list(cluster["speeds"]),
+            **{name: value for name, value in asdict(admission.step_size).items() if value is not None},
+            "seed": admission.seed,
+            "shuffle": admission.shuffle,
+            "order": self.order,
+            "last": admission.last,
+            "too_long": self.items.too_long,
+            "groups": None if lengths.group is None else len(self.items),
+            "lengths": f"{xxhash.xxh3_64_hexdigest(np.ascontiguousarray(lengths.tokens).data)} of {len(lengths)}",
+        }
 
     def _digest_of_config(self) -> int:
         return xxhash.xxh3_64_intdigest(json.dumps([self.config, self.refitted], sort_keys=True).encode())
@@ -241,6 +239,7 @@ class BalancedBatchSampler:
         return [
             MicroBatch(
                 spans=spans[slot],
+                document_tokens=np.where(spans[slot].document < 0, 0, self.items.lengths.tokens[spans[slot].document]),
                 epoch=plan.epoch,
                 step=plan.step,
                 slot=slot,

@@ -315,6 +315,7 @@ class MicroBatch:
     """What one rank has to fetch and lay out for one slot: the spec that a sampler yields and a worker receives."""
 
     spans: Spans
+    document_tokens: np.ndarray  # int64[spans] length of each span's document in the index; 0 for a filler
     epoch: int
     step: int
     slot: int
