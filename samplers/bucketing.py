@@ -52,7 +52,7 @@ def enough_buckets(tokens: npt.ArrayLike, count: int, capacity: int) -> tuple[In
 
 
 def even_parts(tokens: npt.ArrayLike, parts: int) -> Int64:
-    """Offsets int64[parts + 1] of consecutive parts of tokens (int[n]) whose largest sum is least; early ones are full."""
+    """Offsets int64[parts + 1] of consecutive parts of tokens (int[n]) whose largest sum is least, early ones full."""
     tokens = np.ascontiguousarray(tokens, dtype=np.int64)
     if parts < 1:
         raise ValueError(f"even_parts makes at least one part; got parts={parts}.")
