@@ -66,7 +66,8 @@ class DynamicCp:
     slot_units: int = 0
     """Cost units of a micro-batch whatever it holds."""
     pad: int = 0
-    """Documents are padded to a multiple of pad x cp_size: 2 for zigzag kernels, 2·tp with sequence parallelism."""
+    """Documents are padded to a multiple of pad x cp_size, and of pad / 2 on one rank, which cuts nothing: 2 for zigzag
+    kernels, 2·tp with sequence parallelism."""
     slots_multiple_of: int = 1
     """The number of slots is a multiple of this (micro-batches per virtual pipeline stage)."""
     stages: int = 1

@@ -323,7 +323,8 @@ def _bisect(s, size, slack, low, high):
 
 @njit(nogil=True, cache=True, inline="always")
 def _padded(t, c, pad):
-    return t if pad == 0 else (t + pad * c - 1) // (pad * c) * (pad * c)
+    step = pad * c if c > 1 else (pad + 1) // 2
+    return t if pad == 0 else (t + step - 1) // step * step
 
 
 @njit(nogil=True, cache=True)

@@ -45,7 +45,7 @@ class GroupRules:
     cap: int
     """Tokens that a rank may hold."""
     pad: int
-    """Documents are padded to a multiple of pad x group size (2 for zigzag kernels); 0: not at all."""
+    """Documents are padded to a multiple of pad x group size, of pad / 2 on one rank (2: zigzag); 0: not at all."""
     sizes: Int64
     """Group sizes that may be used, rising."""
     token_units: Int64
@@ -81,7 +81,8 @@ class GroupRules:
 
     def padded(self, tokens: npt.ArrayLike, size: npt.ArrayLike) -> Int64:
         """Tokens of documents once padded for groups of `size` ranks, int64[...]."""
-        step = max(self.pad, 1) * np.asarray(size, dtype=np.int64) if self.pad else np.int64(1)
+        size = np.asarray(size, dtype=np.int64)
+        step = np.where(size > 1, self.pad * size, (self.pad + 1) // 2) if self.pad else np.int64(1)
         return -(-np.asarray(tokens, dtype=np.int64) // step) * step
 
 

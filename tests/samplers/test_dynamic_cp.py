@@ -44,7 +44,7 @@ def prove(plan: Placement, tokens: np.ndarray, num_ranks: int, cap: int, options
         covered = np.concatenate([plan.first_rank[i] + np.arange(plan.cp_size[i]) for i in mine])
         assert sorted(covered.tolist()) == list(range(num_ranks))
     for _, first, size, documents in groups(plan):
-        step = max(options.pad * size, 1)
+        step = max(options.pad * size if size > 1 else -(-options.pad // 2), 1)
         assert -(-sum(-(-int(tokens[d]) // step) * step for d in documents) // size) <= cap
         if options.degrees == "powers":
             assert size == num_ranks or (size & (size - 1) == 0 and first % size == 0)
@@ -114,11 +114,13 @@ def test_megatrons_own_small_case():
 
 
 def test_padding_counts_against_the_cap():
-    """Two documents of one token on two ranks pad to 2·cp_size each: 2 rows a rank alone, 4 rows if they share."""
+    """Over two ranks a document of 5 tokens pads to 8, four rows a rank: nothing else fits beside it. One rank pads to 1."""
     padded = DynamicCp(pad=2)
-    assert len(groups(dynamic_cp([1, 1], [9, 9], num_ranks=2, cap=2, options=padded))) == 2
-    with pytest.raises(ValueError, match="document 0 has 1 tokens, and the 2 ranks hold 1 each, padded to 2 per rank"):
-        dynamic_cp([1], [1], num_ranks=2, cap=1, options=padded)
+    apart = dynamic_cp([5, 1], [9, 9], num_ranks=2, cap=4, options=padded)
+    assert [documents for *_, documents in groups(apart)] == [[0], [1]] and int(apart.slot.max()) == 1
+    assert [size for _, _, size, _ in groups(dynamic_cp([3, 3], [9, 9], num_ranks=2, cap=3, options=padded))] == [1, 1]
+    with pytest.raises(ValueError, match="document 0 has 5 tokens, and the 2 ranks hold 3 each, padded to 2 per rank"):
+        dynamic_cp([5], [1], num_ranks=2, cap=3, options=padded)
 
 
 def test_quotas_end_together():
