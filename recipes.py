@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from .packing.cost import CostModel
+from .packing.cost import SEVEN_B, CostModel
 from .packing.dacp import dacp, dacp_costs, dacp_shards
 from .packing.lengths import Lengths
 from .packing.mixed import mixed
@@ -39,7 +39,7 @@ from .packing.packs import Spans
 from .packing.queues import WlbQueues
 from .packing.sharding_choice import ShardCost, adaptive
 from .packing.shards import Shards, contiguous, striped, zigzag
-from .samplers.batch_sampler import SEVEN_B, BalancedBatchSampler
+from .samplers.batch_sampler import BalancedBatchSampler
 from .samplers.dynamic_cp import DynamicCp
 from .samplers.flexsp import FlexSp
 from .samplers.order import Window

@@ -63,9 +63,20 @@ def main() -> None:
 
 def compare(dataset: Dataset, workers: int, repeats: int) -> None:
     """One line per loader and the ratio."""
-    per_batch = max(1, round(MAX_TOKENS * len(dataset) / sum(map(len, dataset.select(range(1000))["input_ids"])) / len(dataset) * 1000))
+    per_batch = max(
+        1,
+        round(
+            MAX_TOKENS * len(dataset) / sum(map(len, dataset.select(range(1000))["input_ids"])) / len(dataset) * 1000
+        ),
+    )
     balanced = BalancedLoader(
-        dataset, recipe("vrsp", attend="none"), max_tokens_per_rank=MAX_TOKENS, documents_per_step=512, dp=1, num_workers=workers, ahead=8
+        dataset,
+        recipe("vrsp", attend="none"),
+        max_tokens_per_rank=MAX_TOKENS,
+        documents_per_step=512,
+        dp=1,
+        num_workers=workers,
+        ahead=8,
     )
     flattening = DataLoader(
         dataset,

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 from equipoise import BalancedBatchSampler, Lengths, recipe
+from equipoise.packing.cost import SEVEN_B
 from equipoise.recipes import NAMED
-from equipoise.samplers.batch_sampler import SEVEN_B
 
 # Trace: (tokens of a pack, cp).
 TRACES = {

@@ -240,6 +240,12 @@ class CostModel:
         return int((memory_bytes - self.bytes_fixed) // self.bytes_per_token)
 
 
+SEVEN_B = ModelShape(
+    hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14336, vocab_size=128256
+)
+"""A dense 7B model: what is assumed where nothing is said."""
+
+
 def moments_of(pairs: float, tokens: float, seconds: float) -> Float64:
     """float64[5] that a measured micro-batch (pairs and tokens of one rank) adds for `CostModel.fitted`."""
     if not seconds > 0:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from ..packing.cost import CostModel, Hardware, ModelShape, cost_units
+from ..packing.cost import SEVEN_B, CostModel, Hardware, cost_units
 from ..packing.lengths import Lengths
 from ..packing.queues import WlbQueues
 from .carry import Held, QueuedAdmission
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 
 STATE_VERSION = 1
 STATE_KEYS = {"version", "config", "epoch", "step", "slot", "num_targets", "epoch_start", "refitted", "held"}
-# A dense 7B model on a GPU of 400 TFLOP/s that is reached: what is assumed where no cost model is given.
-SEVEN_B = ModelShape(
-    hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14336, vocab_size=128256
-)
 
 
 class BalancedBatchSampler:

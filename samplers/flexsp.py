@@ -37,6 +37,9 @@ from .bucketing import even_parts
 from .rank_groups import GroupRules, Groups, Placement, least_groups, place
 
 SOLVERS = ("greedy", "scip", "highs")
+# With so many documents one bisection levels a slot to 5 % and the fewest slots do: it is time that counts.
+_MANY_DOCUMENTS = 4096
+_ROUNDS, _FEW_ROUNDS = 12, 1
 A100_ALL_TO_ALL = ((2, 119.54), (4, 104.07), (8, 96.5), (16, 10.33), (32, 5.94), (64, 4.87))
 """GB/s of an all-to-all by degree, on 64 A100 in nodes of 8 (the authors' table "4k seq, 2 IB")."""
 
@@ -191,7 +194,8 @@ def flexsp(
     count = slots or max(-(-int(tokens.sum()) // (num_ranks * cap)), 1)
     fixed = round(options.model.fixed * 1e6)
     floor = int(cost.sum()) // num_ranks
-    while best is None or (slots is None and tried <= options.more_slots and floor + count * fixed < least):
+    more = options.more_slots if len(tokens) <= _MANY_DOCUMENTS else 0
+    while best is None or (slots is None and tried <= more and floor + count * fixed < least):
         plan = _solve(tokens, cost, count, rules, options)
         if plan is not None:
             time = sum(groups.makespan + fixed for _, groups in plan)
@@ -215,10 +219,10 @@ def _solve(
     capacity = rules.num_ranks * rules.cap
     if max(int(tokens[order[a:b]].sum()) for a, b in pairwise(offsets)) > capacity:
         return None
-    plan = []
+    plan, rounds = [], _ROUNDS if len(tokens) <= _MANY_DOCUMENTS else _FEW_ROUNDS
     for first, last in pairwise(offsets):
         documents = np.sort(order[first:last])
-        groups = least_groups(cost[documents], tokens[documents], rules)
+        groups = least_groups(cost[documents], tokens[documents], rules, rounds=rounds)
         if groups is None:
             return None
         if options.solver != "greedy":

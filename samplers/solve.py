@@ -18,7 +18,7 @@ import numpy as np
 from ..packing.assign import best_fit_decreasing, split_largest
 from ..packing.chunkflow import chunks
 from ..packing.chunkflow_places import place as place_chunks
-from ..packing.cost import CostModel, cost_units
+from ..packing.cost import SEVEN_B, CostModel, cost_units
 from ..packing.packs import Spans
 from ..packing.wlb import wlb_balanced
 from .dynamic_cp import DynamicCp, dynamic_cp
@@ -94,7 +94,7 @@ def solve(
         layout = _on_replicas(spans, units, order, offsets, slot, replica, cluster)
     elif place in ("flexsp", "dynamic_cp"):
         largest = cluster.num_ranks
-        layout = _groups(spans, units, cluster, window, place, options)
+        layout = _groups(spans, units, cost, cluster, window, place, options)
     elif place == "chunkflow":
         layout = _chunked(spans, cost, cluster, window, options if isinstance(options, ChunkFlow) else ChunkFlow())
     else:
@@ -224,11 +224,17 @@ def _concat(spans: Spans, capacity: int) -> tuple[Spans, np.ndarray]:
     return pieces, np.r_[np.flatnonzero(begins % capacity == 0), len(edges)].astype(np.int64)
 
 
-def _groups(spans: Spans, units: np.ndarray, cluster: Cluster, window: Window, place: str, options: object) -> Layout:
-    """FlexSP and dynamic CP: groups of unequal size over all dp x cp ranks."""
+def _groups(
+    spans: Spans, units: np.ndarray, cost: Cost, cluster: Cluster, window: Window, place: str, options: object
+) -> Layout:
+    """FlexSP and dynamic CP: groups of unequal size over all dp x cp ranks.
+
+    Without options FlexSP's all-to-alls are those of a dense 7B model.
+    """
     cap, ranks = cluster.max_tokens_per_rank, cluster.num_ranks
     if place == "flexsp":
-        chosen = options if isinstance(options, FlexSp) else FlexSp(model=SpModel.preset("gpt-7b"))
+        assumed = SpModel.of(SEVEN_B, cost) if isinstance(cost, CostModel) else SpModel.preset("gpt-7b")
+        chosen = options if isinstance(options, FlexSp) else FlexSp(model=assumed, more_slots=2)
         placed = flexsp(spans.tokens, units, num_ranks=ranks, cap=cap, options=chosen, slots=cluster.slots)
     else:
         rules = options if isinstance(options, DynamicCp) else DynamicCp()
