@@ -20,8 +20,8 @@ pack into ``Shards`` (shard) and says how its ranks attend (attend).
 | ``dynamic_cp``: Megatron-LM | sequences | CP groups of unequal size | zigzag | ring |
 
 WLB-LLM places its packs in order, since they are alike. Where one long document is worth several packs they are not, and
-in order is worse than no balancing at all (1.45 against 1.32 of the mean per slot, 16K packs of source code, 2 replicas);
-placed by cost they come to 1.05.
+in order is worse than no balancing at all: without queues, waiting per slot, 1.05–1.33 of ``static``'s seconds on three of
+four traces, against 0.68–0.89 placed by cost (``benchmarks/recipes.py``).
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 A dense 7B model on H100s (kernel-efficiency table by document length, KV traffic hidden as far as it fits), 512 documents
 a step, both ways of waiting; steps from the 20th on, when outlier queues have filled. ``azure_code`` is the control: short
-and regular, so balancing must cost nothing there. ChunkFlow shards no pack, so it runs at cp 1, and takes documents
+and regular, so balancing must cost nothing there. `wlb` stands there without queues
+too, placed by cost and in order. ChunkFlow shards no pack, so it runs at cp 1, and takes documents
 whole that the others split. The last column is the
 plan's makespan over its lower bound, by the cost model that planned.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from equipoise import BalancedBatchSampler, Lengths, recipe
 from equipoise.packing.cost import SEVEN_B
+from equipoise.packing.queues import WlbQueues
 from equipoise.recipes import NAMED
 
 # Trace: (tokens of a pack, cp).
@@ -27,6 +29,7 @@ TRACES = {
     "wikipedia": (131072, 4),
 }
 FILLED = 20
+NO_QUEUES = WlbQueues(max_delay=0)
 
 
 def main() -> None:
@@ -45,11 +48,13 @@ def main() -> None:
 def table(lengths: Lengths, pack: int, cp: int, sync: str, options: argparse.Namespace) -> None:
     """One line per recipe."""
     static = 0.0
-    for name, named in NAMED.items():
+    rows = {**NAMED, "wlb, no queues": recipe("wlb", options=NO_QUEUES)}
+    rows["the same in order"] = recipe("wlb", place="in_order", options=NO_QUEUES)
+    for name, named in rows.items():
         whole = named.shard == "whole"
         sampler = BalancedBatchSampler(
             lengths,
-            recipe(name),
+            named,
             max_tokens_per_rank=pack if whole else pack // cp,
             dp=options.ranks // (1 if whole else cp),
             cp=1 if whole else cp,
@@ -65,7 +70,7 @@ def table(lengths: Lengths, pack: int, cp: int, sync: str, options: argparse.Nam
         seconds = sum(plan.simulate(SEVEN_B, traffic=traffic).seconds for plan in plans) / tokens
         static = static or seconds
         ratios = [plan.makespan() / plan.bound() for plan in plans]
-        print(f"  {name:11s}{seconds / static:8.3f}   makespan/bound {np.mean(ratios):.3f}, worst {np.max(ratios):.3f}")
+        print(f"  {name:17s}{seconds / static:8.3f}   makespan/bound {np.mean(ratios):.3f}, worst {np.max(ratios):.3f}")
 
 
 if __name__ == "__main__":

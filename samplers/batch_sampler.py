@@ -109,28 +109,11 @@ class BalancedBatchSampler:
         self.cost = cost or CostModel.of(SEVEN_B, Hardware(peak_flops=400e12, efficiency=1.0))
         if evaluation:
             shuffle, last = False, "partial"
-        if packs_per_step is not None and not recipe.one_size:
-            raise ValueError(
-                f"packs_per_step counts packs of one size, and recipe {recipe.name!r} makes them of any: give documents_per_step "
-                f"or tokens_per_step"
-            )
-        capacity = recipe.longest(self.cluster)
-        self.items: Items | GroupedItems = Items.of(
-            lengths,
-            capacity=capacity,
-            too_long=too_long,
-            multiple=int(self.cluster.multiple(cp)) if recipe.one_size else 1,
-        )
-        if lengths.group is not None:
-            if recipe.cuts:
-                raise ValueError(
-                    f"recipe {recipe.name!r} cuts documents, and documents of a group stay together and whole"
-                )
-            self.items = GroupedItems.of(self.items)
+        self.items = _items(lengths, recipe, self.cluster, too_long, packs_per_step)
         admission = Admission(
             items=self.items,
             step_size=step_size,
-            capacity=capacity,
+            capacity=recipe.longest(self.cluster),
             seed=seed,
             shuffle=shuffle,
             last=last,
@@ -162,8 +145,8 @@ class BalancedBatchSampler:
             "order": self.order,
             "last": admission.last,
             "too_long": self.items.too_long,
-            "groups": None if lengths.group is None else len(self.items),
-            "lengths": f"{xxhash.xxh3_64_hexdigest(np.ascontiguousarray(lengths.tokens).data)} of {len(lengths)}",
+            "queued": isinstance(self.admission, QueuedAdmission),
+            "lengths": f"{_digest_of(lengths)} of {len(lengths)}",
         }
 
     def _digest_of_config(self) -> int:
@@ -304,6 +287,31 @@ class BalancedBatchSampler:
             queued.put(state["epoch"], state["step"], Held.from_state(state["held"]))
         self.epoch, self.first_step, self.first_slot = state["epoch"], state["step"], state["slot"]
         self._first_targets = state["num_targets"]
+
+
+def _items(
+    lengths: Lengths, recipe: Recipe, cluster: Cluster, too_long: str, packs_per_step: int | None
+) -> Items | GroupedItems:
+    """What can be admitted under this recipe. Raises ValueError where recipe, groups and step size do not fit."""
+    if packs_per_step is not None and not recipe.one_size:
+        raise ValueError(
+            f"packs_per_step counts packs of one size, and recipe {recipe.name!r} makes them of any: give documents_per_step "
+            f"or tokens_per_step"
+        )
+    if lengths.group is not None and recipe.cuts:
+        raise ValueError(f"recipe {recipe.name!r} cuts documents, and documents of a group stay together and whole")
+    multiple = int(cluster.multiple(cluster.cp)) if recipe.one_size else 1
+    items = Items.of(lengths, capacity=recipe.longest(cluster), too_long=too_long, multiple=multiple)
+    return items if lengths.group is None else GroupedItems.of(items)
+
+
+def _digest_of(lengths: Lengths) -> str:
+    """Hash of all of the index that plans follow from."""
+    state = xxhash.xxh3_64()
+    for name in ("tokens", "pairs", "targets", "group"):
+        values = getattr(lengths, name)
+        state.update(name.encode() if values is None else np.ascontiguousarray(values).data)
+    return state.hexdigest()
 
 
 def _fixed_slots(packs_per_step: int | None, dp: int, slots: int | None) -> int | None:

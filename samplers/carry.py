@@ -140,9 +140,10 @@ class QueuedAdmission:
 
     def window(self, epoch: int, step: int) -> Window | None:
         """The documents of a step; None behind the epoch's last."""
-        released, _ = self._release(epoch, step, self.held(epoch, step))
+        released, after = self._release(epoch, step, self.held(epoch, step))
         if released is None:
             return None
+        self._held[epoch][step + 1] = after  # the next step, and the state behind this one, begin here
         items, slots = released
         return self.base.window_of(epoch, step, items, num_slots=slots)
 

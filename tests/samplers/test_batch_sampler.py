@@ -70,6 +70,26 @@ def test_a_foreign_state_is_refused_by_naming_what_differs() -> None:
             dp=2,
             documents_per_step=16,
         ).load_state_dict(state)
+    grouped = [
+        BalancedBatchSampler(
+            Lengths(tokens=np.full(8, 5), group=np.array(group)),
+            recipe("wlb"),
+            max_tokens_per_rank=64,
+            dp=2,
+            documents_per_step=4,
+            evaluation=evaluation,
+        )
+        for group, evaluation in (
+            ([0, 0, 1, 1, 2, 2, 3, 3], False),
+            ([0, 1, 1, 2, 2, 3, 3, 0], False),
+            ([0, 0, 1, 1, 2, 2, 3, 3], True),
+        )
+    ]
+    saved = next(iter(grouped[0]))[0].state
+    with pytest.raises(ValueError, match="lengths: saved"):  # as many groups, of other documents
+        grouped[1].load_state_dict(saved)
+    with pytest.raises(ValueError, match="queued: saved True, now False"):
+        grouped[2].load_state_dict(saved)
     with pytest.raises(ValueError, match=r"documents_per_step: saved 16, now None"):
         make(documents_per_step=None, tokens_per_step=999).load_state_dict(state)
     with pytest.raises(ValueError, match="lacks slot"):

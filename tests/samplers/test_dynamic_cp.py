@@ -34,7 +34,7 @@ def groups(plan: Placement) -> list[tuple[int, int, int, list[int]]]:
     ]
 
 
-def prove(plan: Placement, tokens: np.ndarray, num_ranks: int, cap: int, options: DynamicCp) -> None:
+def check_promises(plan: Placement, tokens: np.ndarray, num_ranks: int, cap: int, options: DynamicCp) -> None:
     """Every document once, every rank once per slot, the cap hard, powers of two aligned, slots as asked."""
     assert sorted(plan.order.tolist()) == list(range(len(tokens)))
     slots = int(plan.slot.max()) + 1
@@ -71,7 +71,7 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray, int, int, DynamicCp]:
 def test_every_plan_keeps_the_promises(step, costly):
     tokens, num_ranks, cap, options = step
     plan = dynamic_cp(tokens, tokens**2 if costly else tokens * 0, num_ranks=num_ranks, cap=cap, options=options)
-    prove(plan, tokens, num_ranks, cap, options)
+    check_promises(plan, tokens, num_ranks, cap, options)
 
 
 @settings(max_examples=200, deadline=None)
@@ -86,25 +86,25 @@ def test_fixed_slots_are_kept_or_refused(step, more):
         # A plan of fewer slots with idle ones added always fits: only padding may stand in the way of the other division.
         assert "give more slots" in str(refusal) and options.pad
         return
-    prove(plan, tokens, num_ranks, cap, options)
+    check_promises(plan, tokens, num_ranks, cap, options)
     assert int(plan.slot.max()) + 1 == slots
 
 
 def test_what_megatron_loses_is_planned():
     """Its scheduler asks for four of six ranks, which were never made a group, and asserts where slots must be even."""
     six = dynamic_cp([4097, 100, 100], np.array([4097, 100, 100]) ** 2, num_ranks=6, cap=2048)
-    prove(six, np.array([4097, 100, 100]), 6, 2048, DynamicCp())
+    check_promises(six, np.array([4097, 100, 100]), 6, 2048, DynamicCp())
     even = DynamicCp(slots_multiple_of=2)
     two = dynamic_cp([6144, 2048], np.array([6144, 2048]) ** 2, num_ranks=2, cap=4096, options=even)
     assert groups(two) == [(0, 0, 2, [0]), (1, 0, 2, [1])]
     four = DynamicCp(slots_multiple_of=4)
     short = dynamic_cp([100] * 4, [10] * 4, num_ranks=2, cap=4096, options=four)
     assert int(short.slot.max()) == 3
-    prove(short, np.array([100] * 4), 2, 4096, four)
+    check_promises(short, np.array([100] * 4), 2, 4096, four)
     uniform = np.random.default_rng(0).integers(1, 24 * 2048, 40)
     for ranks in (24, 12, 6):
         tokens = np.minimum(uniform, ranks * 2048)
-        prove(dynamic_cp(tokens, tokens**2, num_ranks=ranks, cap=2048), tokens, ranks, 2048, DynamicCp())
+        check_promises(dynamic_cp(tokens, tokens**2, num_ranks=ranks, cap=2048), tokens, ranks, 2048, DynamicCp())
 
 
 def test_megatrons_own_small_case():

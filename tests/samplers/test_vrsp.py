@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 LENGTHS = Path(__file__).parents[3] / "shared" / "lengths"
 
 
-def grid(cost: np.ndarray, slot: np.ndarray, replica: np.ndarray, dp: int) -> np.ndarray:
+def checked_grid(cost: np.ndarray, slot: np.ndarray, replica: np.ndarray, dp: int) -> np.ndarray:
     """Cost int64[dp, slots]; every place taken once."""
     table = np.full((dp, len(cost) // dp), -1, np.int64)
     table[replica, slot] = cost
@@ -29,7 +29,7 @@ def grid(cost: np.ndarray, slot: np.ndarray, replica: np.ndarray, dp: int) -> np
 def test_every_place_is_taken_once(data: st.DataObject, dp: int, slots: int, sync: str) -> None:
     cost = np.array(data.draw(st.lists(st.integers(0, 1000), min_size=dp * slots, max_size=dp * slots)))
     size = data.draw(st.sampled_from([p for p in range(1, dp + 1) if dp % p == 0]))
-    grid(cost, *vrsp(cost, dp=dp, sync=sync, key=data.draw(st.integers(0, 99)), pool_size=size), dp)
+    checked_grid(cost, *vrsp(cost, dp=dp, sync=sync, key=data.draw(st.integers(0, 99)), pool_size=size), dp)
 
 
 @given(cost=st.lists(st.integers(0, 20), min_size=6, max_size=6))
@@ -38,7 +38,7 @@ def test_stripes_reach_the_optimum_per_slot(cost: list[int]) -> None:
     """Against all ways to deal 6 packs into 3 slots of 2."""
     best = min(sum(max(way[i : i + 2]) for i in (0, 2, 4)) for way in permutations(cost))
     costs = np.array(cost)
-    assert grid(costs, *vrsp(costs, dp=2, sync="slot", key=1), 2).max(0).sum() == best
+    assert checked_grid(costs, *vrsp(costs, dp=2, sync="slot", key=1), 2).max(0).sum() == best
 
 
 @given(cost=st.lists(st.integers(0, 20), min_size=6, max_size=6), dp=st.sampled_from([2, 3]))
@@ -48,7 +48,7 @@ def test_per_step_is_close_to_the_optimum(cost: list[int], dp: int) -> None:
     slots = 6 // dp
     best = min(max(sum(way[i : i + slots]) for i in range(0, 6, slots)) for way in permutations(cost))
     costs = np.array(cost)
-    assert grid(costs, *vrsp(costs, dp=dp, sync="step", key=1), dp).sum(1).max() <= 1.1 * best + 1
+    assert checked_grid(costs, *vrsp(costs, dp=dp, sync="step", key=1), dp).sum(1).max() <= 1.1 * best + 1
 
 
 @pytest.mark.parametrize("packs, dp", [(128, 8), (512, 64)])
@@ -58,7 +58,7 @@ def test_per_step_is_within_a_hundredth_of_its_bound(packs: int, dp: int) -> Non
     for sigma in (0.3, 0.8, 1.6):
         for _ in range(10):
             cost = np.minimum(rng.lognormal(10, sigma, packs), 10**6).astype(np.int64)
-            sums = grid(cost, *vrsp(cost, dp=dp, sync="step", key=0), dp).sum(1)
+            sums = checked_grid(cost, *vrsp(cost, dp=dp, sync="step", key=0), dp).sum(1)
             assert sums.max() / sums.mean() <= 1.01 * bound(cost, packs // dp)
 
 
@@ -87,7 +87,7 @@ def test_a_pool_shares_a_slot_and_neighbouring_replicas() -> None:
     """Only a pool's sum counts, so like pools share a slot, and each sits on P consecutive replicas."""
     cost = np.random.default_rng(0).lognormal(10, 1, 64).astype(np.int64)
     for sync in ("step", "slot"):
-        table = grid(cost, *vrsp(cost, dp=8, sync=sync, key=3, pool_size=4), 8)
+        table = checked_grid(cost, *vrsp(cost, dp=8, sync=sync, key=3, pool_size=4), 8)
         loads = table.reshape(2, 4, 8).sum(1)
         assert sorted(loads.ravel().tolist()) == sorted(np.bincount(pools(cost, 4), weights=cost).astype(int).tolist())
         assert loads.max() <= 1.01 * bound(cost, 4) * loads.mean()
