@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .blend import Blend
 from .cost import causal_pairs
 from .packs import Int64
 
@@ -45,6 +46,8 @@ class Lengths:
     group: Integers | None = None
     """int64[n]: documents of one number stay together (answers to one prompt, a DPO pair); None: each by itself."""
     source: str = "array"
+    blend: Blend | None = None
+    """The sources that lie here one after the other and how they are mixed; None: one source, each document once."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "pairs", "targets", "group"):
@@ -56,6 +59,11 @@ class Lengths:
                 raise ValueError(
                     f"{name} must be given for each of the {len(self.tokens)} documents; got {len(values)}."
                 )
+        if self.blend is not None and sum(self.blend.sizes) != len(self.tokens):
+            raise ValueError(
+                f"The sources of a blend make up the index: they have {sum(self.blend.sizes)} documents in all, the "
+                f"index {len(self.tokens)}."
+            )
 
     def __len__(self) -> int:
         return len(self.tokens)
