@@ -146,8 +146,8 @@ class Recipe:
         if cluster.speeds is not None and self.place != "vrsp":
             raise ValueError(f"speeds are balanced by place='vrsp'; recipe {self.name!r} has place={self.place!r}")
 
-    def solve(self, window: Window, cluster: Cluster, cost: Cost, *, preserve: bool = False) -> StepPlan:
-        """Pack and place one step, keeping the order of admission where ``preserve`` asks for it.
+    def solve(self, window: Window, cluster: Cluster, cost: Cost, *, order: str = "shuffle") -> StepPlan:
+        """Pack and place one step; ``order`` of its slots: see ``solve``.
 
         Raises ValueError where fixed slots cannot hold the step.
         """
@@ -159,7 +159,7 @@ class Recipe:
             pack=self.pack,
             place=self.place,
             options=self.options,
-            preserve=preserve,
+            slot_order=order,
         )
 
     def decide(self, spans: Spans, cp_size: int, cluster: Cluster, cost: Cost) -> np.ndarray | None:

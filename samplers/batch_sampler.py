@@ -7,15 +7,17 @@ the three together.
     DataLoader(PlannedDataset(dataset), batch_sampler=BalancedBatchSampler(lengths, recipe("vrsp"), …), collate_fn=ThdCollator(…))
 
 Each rank plans every step by itself (a pure function, no collective) and keeps its own row. A sampler runs ahead of
-training by the loader's prefetch, so the state to resume from travels with each batch: ``batch.state()``.
+training by the loader's prefetch, so the state to resume from travels with each batch: ``batch.state()``; what a state may
+be loaded into is told in ``resume.py``.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,18 +26,51 @@ import xxhash
 from ..packing.cost import SEVEN_B, CostModel, Hardware, cost_units
 from ..packing.lengths import Lengths
 from ..packing.queues import WlbQueues
-from .carry import Held, QueuedAdmission
+from .carry import QueuedAdmission
 from .groups import GroupedItems
 from .items import Items
-from .order import Admission, StepSize, Window
+from .order import Admission, Shuffled, StepSize, Window
 from .plan import Cluster, MicroBatch, StepPlan
+from .resume import (
+    STATE_VERSION,
+    alike,
+    check_state,
+    differences,
+    rest_to_state,
+    stand,
+    warning,
+)
 
 if TYPE_CHECKING:
     from ..recipes import Recipe
     from .solve import Cost
 
-STATE_VERSION = 1
-STATE_KEYS = {"version", "config", "epoch", "step", "slot", "num_targets", "epoch_start", "refitted", "held"}
+ORDERS = ("shuffle", "preserve", "largest_first")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solver:
+    """What makes a step's plan of its documents: a pure function that any process can run."""
+
+    recipe: Recipe
+    cluster: Cluster
+    cost: Cost
+    order: str
+
+    def __call__(self, window: Window) -> StepPlan:
+        """Pack and place one step. Raises ValueError where fixed slots cannot hold it."""
+        return self.recipe.solve(window, self.cluster, self.cost, order=self.order)
+
+
+Planner = Callable[[Iterable[Window], Solver], Iterator[tuple[StepPlan, float]]]
+
+
+def in_turn(windows: Iterable[Window], solver: Solver) -> Iterator[tuple[StepPlan, float]]:
+    """Plans one after the other, each when it is asked for, with the seconds it took."""
+    for window in windows:
+        begin = time.perf_counter()
+        plan = solver(window)
+        yield plan, time.perf_counter() - begin
 
 
 class BalancedBatchSampler:
@@ -51,8 +86,9 @@ class BalancedBatchSampler:
         slots: micro-batches per replica and step; None: as few as the recipe needs.
         sync: ``step`` (DDP: ranks wait once per step) or ``slot`` (FSDP, ZeRO-3, PP, EP: at every micro-batch).
         seed, shuffle: order in which documents are admitted, a new one each epoch.
-        order: within a step, slots are shuffled (``shuffle``: no curriculum by length), or documents keep to their order of
-            admission as far as packs allow (``preserve``).
+        order: within a step, slots are shuffled (``shuffle``: no curriculum by length), documents keep to their order of
+            admission as far as packs allow (``preserve``), or the slot with the most tokens on a rank comes first and the
+            longest document opens the first epoch (``largest_first``: what does not fit fails in step 1).
         last: an incomplete last step is kept (``partial``), left out (``drop``) or opens the next epoch (``carry``).
         too_long: documents of more than ``max_tokens_per_rank * cp`` tokens: ``error``, ``drop``, ``truncate``, ``split``.
         evaluation: in order, nothing carried or left out, every document once.
@@ -103,34 +139,44 @@ class BalancedBatchSampler:
         if not 0 <= rank < self.cluster.num_ranks:
             raise ValueError(f"rank must lie in 0 … {self.cluster.num_ranks - 1} (dp={dp} x cp={cp}); got {rank}")
         recipe.check_cluster(self.cluster)
-        if order not in ("shuffle", "preserve"):
-            raise ValueError(f"order must be 'shuffle' or 'preserve'; got {order!r}")
-        self.recipe, self.rank, self.order = recipe, rank, order
-        self.cost = cost or CostModel.of(SEVEN_B, Hardware(peak_flops=400e12, efficiency=1.0))
-        if evaluation:
-            shuffle, last = False, "partial"
-        self.items = _items(lengths, recipe, self.cluster, too_long, packs_per_step)
-        admission = Admission(
-            items=self.items,
-            step_size=step_size,
-            capacity=recipe.longest(self.cluster),
-            seed=seed,
-            shuffle=shuffle,
-            last=last,
-            count_targets=count_targets,
-        )
-        self.admission: Admission | QueuedAdmission = admission
-        if isinstance(recipe.options, WlbQueues) and recipe.options.max_delay and not evaluation:
-            self.admission = QueuedAdmission(
-                base=admission, queues=recipe.options, cluster=self.cluster, cost=self.cost
+        if order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
+        if packs_per_step is not None and not recipe.one_size:
+            raise ValueError(
+                f"packs_per_step counts packs of one size, and recipe {recipe.name!r} makes them of any: give "
+                f"documents_per_step or tokens_per_step"
             )
-        self.config = self._configuration(admission)
+        self.recipe, self.rank, self.order, self.step_size = recipe, rank, order, step_size
+        self.cost = cost or CostModel.of(SEVEN_B, Hardware(peak_flops=400e12, efficiency=1.0))
+        self.seed, self.shuffle, self.last = seed, shuffle and not evaluation, "partial" if evaluation else last
+        self.queued = isinstance(recipe.options, WlbQueues) and recipe.options.max_delay > 0 and not evaluation
+        self.count_targets, self.planner = count_targets, in_turn
         self.refitted: list[float] | None = None
+        self.items = _items(lengths, recipe, self.cluster, too_long, recipe.longest(self.cluster))
+        self.admission = self._admit()
+        self.config = self._configuration()
         self._config_digest = self._digest_of_config()
         self.epoch, self.first_step, self.first_slot = 0, 0, 0
         self._first_targets: int | None = None
+        self._rest: Window | None = None  # what was left of a step under way, for another cluster
 
-    def _configuration(self, admission: Admission) -> dict:
+    def _admit(self) -> Admission | QueuedAdmission:
+        opening = self.items.longest_item if self.order == "largest_first" else None
+        admission = Admission(
+            items=self.items,
+            order=Shuffled(size=len(self.items), seed=self.seed, shuffle=self.shuffle, opening=opening),
+            step_size=self.step_size,
+            capacity=self.recipe.longest(self.cluster),
+            seed=self.seed,
+            last=self.last,
+            count_targets=self.count_targets,
+        )
+        if not self.queued:
+            return admission
+        assert isinstance(self.recipe.options, WlbQueues)
+        return QueuedAdmission(base=admission, queues=self.recipe.options, cluster=self.cluster, cost=self.cost)
+
+    def _configuration(self) -> dict:
         """All that the plans follow from, as plain JSON: compared when a state or a plan is loaded, and in the digest."""
         cluster, lengths = asdict(self.cluster), self.items.lengths
         probe = cost_units(self.cost, np.array([0, 10**8]), np.array([10**4, 10**4])).tolist()
@@ -139,13 +185,15 @@ class BalancedBatchSampler:
             "cost": [*probe, getattr(self.cost, "seconds_per_row", 0.0)],
             **cluster,
             "speeds": cluster["speeds"] and list(cluster["speeds"]),
-            **{name: value for name, value in asdict(admission.step_size).items() if value is not None},
-            "seed": admission.seed,
-            "shuffle": admission.shuffle,
+            **{name: value for name, value in asdict(self.step_size).items() if value is not None},
+            "seed": self.seed,
+            "shuffle": self.shuffle,
             "order": self.order,
-            "last": admission.last,
+            "opening": self.order == "largest_first",
+            "last": self.last,
             "too_long": self.items.too_long,
-            "queued": isinstance(self.admission, QueuedAdmission),
+            "capacity": self.items.capacity,
+            "queued": self.queued,
             "lengths": f"{_digest_of(lengths)} of {len(lengths)}",
         }
 
@@ -167,7 +215,12 @@ class BalancedBatchSampler:
         """Start the next iteration at the beginning of this epoch."""
         if epoch != int(epoch) or epoch < 0:
             raise ValueError(f"epoch must be a whole number of at least 0; got {epoch!r}")
-        self.epoch, self.first_step, self.first_slot = int(epoch), 0, 0
+        self.epoch, self.first_step, self.first_slot, self._rest = int(epoch), 0, 0, None
+
+    @property
+    def solver(self) -> Solver:
+        """What plans a step, with the cost model as it is now."""
+        return Solver(recipe=self.recipe, cluster=self.cluster, cost=self.cost, order=self.order)
 
     def plan(self, step: int, epoch: int | None = None) -> StepPlan:
         """The plan of any step, the same on every rank. Raises IndexError behind the epoch's last step."""
@@ -175,10 +228,7 @@ class BalancedBatchSampler:
         window = self.admission.window(epoch, step)
         if window is None:
             raise IndexError(f"epoch {epoch} has {self.admission.num_steps(epoch)} steps, no step {step}")
-        return replace(self._solve(window), config=self.config)
-
-    def _solve(self, window: Window) -> StepPlan:
-        return self.recipe.solve(window, self.cluster, self.cost, preserve=self.order == "preserve")
+        return replace(self.solver(window), config=self.config)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -194,19 +244,24 @@ class BalancedBatchSampler:
             )
         return self.steps_per_epoch * self.cluster.slots
 
+    def windows(self) -> Iterator[Window]:
+        """The documents of the epoch's steps, from where the sampler stands."""
+        epoch, step = self.epoch, self.first_step
+        if self._rest is not None:
+            yield self._rest
+            step += 1
+        while (window := self.admission.window(epoch, step)) is not None:
+            yield window
+            step += 1
+
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        epoch, step, first_slot = self.epoch, self.first_step, self.first_slot
-        while True:
-            begin = time.perf_counter()
-            window = self.admission.window(epoch, step)
-            if window is None:
-                return
-            plan = self._solve(window)
+        first_slot, first_targets = self.first_slot, self._first_targets
+        for plan, seconds in self.planner(self.windows(), self.solver):
             if first_slot and plan.num_targets is None:
-                plan = replace(plan, num_targets=self._first_targets)
-            for micro_batch in self._micro_batches(plan, time.perf_counter() - begin)[first_slot:]:
+                plan = replace(plan, num_targets=first_targets)
+            for micro_batch in self._micro_batches(plan, seconds)[first_slot:]:
                 yield [micro_batch]
-            step, first_slot = step + 1, 0
+            first_slot = 0
 
     def _micro_batches(self, plan: StepPlan, planning_seconds: float) -> list[MicroBatch]:
         """This rank's specs of one step, in slot order."""
@@ -218,7 +273,7 @@ class BalancedBatchSampler:
         return [
             MicroBatch(
                 spans=spans[slot],
-                document_tokens=np.where(spans[slot].document < 0, 0, self.items.lengths.tokens[spans[slot].document]),
+                document_tokens=np.where(spans[slot].document < 0, 0, self.items.document_tokens(spans[slot].document)),
                 epoch=plan.epoch,
                 step=plan.step,
                 slot=slot,
@@ -250,6 +305,8 @@ class BalancedBatchSampler:
         """
         if slot == num_slots:
             step, slot, num_targets = step + 1, 0, None
+        rest = self._rest if self._rest is not None and (epoch, step) == (self._rest.epoch, self._rest.step) else None
+        following, queued = step + (rest is not None), isinstance(self.admission, QueuedAdmission)
         return {
             "version": STATE_VERSION,
             "config": self.config,
@@ -257,51 +314,69 @@ class BalancedBatchSampler:
             "step": step,
             "slot": slot,
             "num_targets": num_targets,
+            "position": self.admission.position(epoch, following),
             "epoch_start": self.admission.start(epoch),
             "refitted": self.refitted,
-            "held": self.admission.held(epoch, step).to_state()
-            if isinstance(self.admission, QueuedAdmission)
-            else None,
+            "held": self.admission.held(epoch, following).to_state() if queued else None,  # type: ignore[union-attr]
+            "rest": rest and rest_to_state(rest),
         }
 
+    def state_dict(self) -> dict:
+        """The state that the next iteration begins from."""
+        return self.state(self.epoch, self.first_step, self.first_slot, -1, self._first_targets)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether nothing of the epoch is left."""
+        return self._rest is None and self.admission.window(self.epoch, self.first_step) is None
+
     def load_state_dict(self, state: dict) -> None:
-        """Continue behind the micro-batch whose ``state()`` this is. Raises ValueError if anything else was planned."""
-        missing = sorted(
-            {"version", "config", "epoch", "step", "slot", "num_targets", "epoch_start", "held"} - set(state)
-        )
-        if missing or state["version"] != STATE_VERSION:
-            raise ValueError(
-                f"a state of version {STATE_VERSION} is needed; this one has version {state.get('version')!r} and lacks "
-                f"{', '.join(missing) or 'nothing'}"
-            )
+        """Continue behind the micro-batch whose ``state()`` this is, also with another cluster, recipe or step size.
+
+        Warns then, saying what becomes of the global batches. Raises ValueError where the documents or their order are
+        not those of the saved run, or where what is left of a step cannot be told.
+        """
+        check_state(state)
         saved = state["config"]
-        differs = [key for key in {**self.config, **saved} if saved.get(key) != self.config.get(key)]
-        if differs:
-            told = "; ".join(f"{key}: saved {saved.get(key)!r}, now {self.config.get(key)!r}" for key in differs)
-            raise ValueError(f"the saved plan was made under another configuration ({told}); set these as they were")
+        differences(saved, self.config)
+        self._recut(saved["capacity"])
+        differs = [name for name in differences(saved, self.config) if name != "capacity"]
         if state["refitted"] is not None and state["refitted"] != self.refitted:
             self.refit(state["refitted"])
-        queued = self.admission if isinstance(self.admission, QueuedAdmission) else None
-        (queued.base if queued else self.admission).epoch_starts[state["epoch"]] = state["epoch_start"]  # type: ignore[union-attr]
-        if queued:
-            queued.put(state["epoch"], state["step"], Held.from_state(state["held"]))
-        self.epoch, self.first_step, self.first_slot = state["epoch"], state["step"], state["slot"]
-        self._first_targets = state["num_targets"]
+        ahead = stand(self, state, anew=bool(differs))
+        self.admission.resume(state["epoch"], ahead.step, ahead.position, state["epoch_start"])
+        if isinstance(self.admission, QueuedAdmission):
+            self.admission.put(state["epoch"], ahead.step, ahead.held)
+        self.epoch, self.first_step, self._rest = state["epoch"], ahead.step - (ahead.rest is not None), ahead.rest
+        self.first_slot = 0 if differs else state["slot"]
+        self._first_targets = None if differs else state["num_targets"]
+        if differs:
+            warnings.warn(warning(differs, saved, self.config, state["slot"] > 0), stacklevel=2)
+
+    def _recut(self, capacity: int) -> None:
+        """Cut and leave out documents as a run with this capacity did. ValueError where what it could hold does not fit."""
+        if capacity == self.items.capacity:
+            return
+        limit = self.recipe.longest(self.cluster)
+        items = _items(self.items.lengths, self.recipe, self.cluster, self.items.too_long, capacity)
+        if alike(items, self.items):
+            return
+        if items.longest > limit:
+            raise ValueError(
+                f"the saved run holds documents or pieces of up to {items.longest} tokens, and a pack has room for {limit} "
+                f"now: raise max_tokens_per_rank or cp"
+            )
+        self.items = items
+        self.admission, self.config = self._admit(), {**self.config, "capacity": capacity}
+        self._config_digest = self._digest_of_config()
 
 
-def _items(
-    lengths: Lengths, recipe: Recipe, cluster: Cluster, too_long: str, packs_per_step: int | None
-) -> Items | GroupedItems:
-    """What can be admitted under this recipe. Raises ValueError where recipe, groups and step size do not fit."""
-    if packs_per_step is not None and not recipe.one_size:
-        raise ValueError(
-            f"packs_per_step counts packs of one size, and recipe {recipe.name!r} makes them of any: give documents_per_step "
-            f"or tokens_per_step"
-        )
+def _items(lengths: Lengths, recipe: Recipe, cluster: Cluster, too_long: str, capacity: int) -> Items | GroupedItems:
+    """What can be admitted under this recipe. Raises ValueError where recipe and groups do not fit."""
     if lengths.group is not None and recipe.cuts:
         raise ValueError(f"recipe {recipe.name!r} cuts documents, and documents of a group stay together and whole")
     multiple = int(cluster.multiple(cluster.cp)) if recipe.one_size else 1
-    items = Items.of(lengths, capacity=recipe.longest(cluster), too_long=too_long, multiple=multiple)
+    items = Items.of(lengths, capacity=capacity, too_long=too_long, multiple=multiple)
     return items if lengths.group is None else GroupedItems.of(items)
 
 

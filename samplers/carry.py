@@ -47,6 +47,11 @@ class Held:
         return [self.items.tolist(), self.born.tolist(), self.tokens, self.waited, self.longest]
 
     @classmethod
+    def nothing(cls) -> Held:
+        """Before an epoch's first step."""
+        return cls(items=np.zeros(0, np.int64), born=np.zeros(0, np.int64))
+
+    @classmethod
     def from_state(cls, state: list) -> Held:
         items, born, tokens, waited, longest = state
         return cls(
@@ -91,21 +96,34 @@ class QueuedAdmission:
         """Position in the stream of the epoch's first document."""
         return self.base.start(epoch)
 
+    def position(self, epoch: int, step: int) -> int:
+        """Where the documents that a step adds begin in the stream."""
+        return self.base.position(epoch, step)
+
+    def resume(self, epoch: int, step: int, position: int, start: int) -> None:
+        """Begin this step at this position of the stream; ``put`` says what waits there."""
+        self.base.resume(epoch, step, position, start)
+        self._held, self._num_steps = {}, {}
+
     def held(self, epoch: int, step: int) -> Held:
         """What waits before a step."""
-        known = self._held.setdefault(epoch, {0: Held(items=np.zeros(0, np.int64), born=np.zeros(0, np.int64))})
+        known = self._held.setdefault(epoch, {0: Held.nothing()})
         at = max(number for number in known if number <= step)
         held = known[at]
         for number in range(at, step):
             held = self._release(epoch, number, held)[1]
-            for old in [old for old in known if old % _EVERY and old < number]:
-                del known[old]
             known[number + 1] = held
+            self._forget(known, number)
         return held
+
+    @staticmethod
+    def _forget(known: dict[int, Held], step: int) -> None:
+        """Keep the last steps, whose states are still asked for, and every so many before them."""
+        known.pop(step - _EVERY if (step - _EVERY) % _EVERY else -1, None)
 
     def put(self, epoch: int, step: int, held: Held) -> None:
         """Start from here: the state of a resumed run."""
-        self._held[epoch] = {step: held} if step == 0 else {**self._held.get(epoch, {}), step: held}
+        self._held[epoch] = {step: held}
 
     def _release(self, epoch: int, step: int, held: Held) -> tuple[tuple[np.ndarray, int] | None, Held]:
         """(items of the step, its slots), or None behind the last one; and what waits then."""
@@ -144,6 +162,7 @@ class QueuedAdmission:
         if released is None:
             return None
         self._held[epoch][step + 1] = after  # the next step, and the state behind this one, begin here
+        self._forget(self._held[epoch], step)
         items, slots = released
         return self.base.window_of(epoch, step, items, num_slots=slots)
 

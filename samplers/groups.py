@@ -91,6 +91,15 @@ class GroupedItems:
         """Tokens of the longest atom."""
         return int(self.tokens(np.arange(len(self))).max())
 
+    @property
+    def longest_item(self) -> int:
+        """The first atom of the most tokens."""
+        return int(self.tokens(np.arange(len(self))).argmax())
+
+    def document_tokens(self, document: np.ndarray) -> np.ndarray:
+        """Tokens of whole documents, by their numbers int64[k]."""
+        return self.items.document_tokens(document)
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 

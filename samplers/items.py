@@ -97,6 +97,18 @@ class Items:
         """Tokens of the longest item."""
         return -(-min(int(self.lengths.tokens.max()), self.capacity) // self.multiple) * self.multiple
 
+    @property
+    def longest_item(self) -> int:
+        """The first item of the most tokens."""
+        document = int(
+            np.argmax(np.where(np.isin(np.arange(len(self.lengths)), self.removed), -1, self.lengths.tokens))
+        )
+        return document - int(np.searchsorted(self.removed, document))
+
+    def document_tokens(self, document: np.ndarray) -> np.ndarray:
+        """Tokens of whole documents, by their numbers int64[k]."""
+        return self.lengths.tokens[document]
+
     def tokens(self, items: np.ndarray) -> np.ndarray:
         """Tokens of each item, padding counted, int64[k]."""
         return -(-self.spans(items)[0].tokens // self.multiple) * self.multiple

@@ -44,9 +44,23 @@ def in_order(layout: Layout) -> Layout:
     slot, slots = layout.slot[owner], int(layout.slot.max()) + 1
     total, held = np.bincount(slot, weights=order, minlength=slots), np.bincount(slot, minlength=slots)
     mean = np.where(held > 0, total / np.maximum(held, 1), len(order))
-    renumbered = np.empty(slots, np.int64)
-    renumbered[np.argsort(mean, kind="stable")] = np.arange(slots)
-    return replace(layout, order=order, slot=renumbered[layout.slot])
+    return replace(layout, order=order, slot=_places(mean)[layout.slot])
+
+
+def largest_first(layout: Layout) -> Layout:
+    """Slots by the most tokens that one of their ranks holds, falling."""
+    owner = np.repeat(np.arange(len(layout.slot)), np.diff(layout.offsets))
+    tokens = np.bincount(owner, weights=layout.spans.tokens[layout.order], minlength=len(layout.slot))
+    most = np.zeros(int(layout.slot.max()) + 1)
+    np.maximum.at(most, layout.slot, -(-tokens // layout.cp_size))
+    return replace(layout, slot=_places(-most)[layout.slot])
+
+
+def _places(keys: np.ndarray) -> np.ndarray:
+    """int64[n]: the place of each key once they are sorted."""
+    places = np.empty(len(keys), np.int64)
+    places[np.argsort(keys, kind="stable")] = np.arange(len(keys))
+    return places
 
 
 def ungrouped(layout: Layout, spans: Spans, units: np.ndarray, atom: np.ndarray) -> Layout:

@@ -6,13 +6,14 @@ next begins. All of it is a pure function of the length index, the options, the 
 rank agrees without a collective.
 
 Cost: ~30 ns per document for the bijection, the gather of its length and the sum; with ``packs_per_step`` a dozen
-best-fit runs per step. A resumed run with ``documents_per_step`` jumps to its step at once; with the other two it
-scans the lengths before it, a second per tens of millions.
+best-fit runs per step. A resumed run jumps to its step at once: the state holds the step's place in the stream. That place,
+not the step's number, is where the next step begins, so a run may go on with other step sizes.
 
     >>> import numpy as np
     >>> from equipoise import Lengths
     >>> items = Items.of(Lengths.from_array(np.array([5, 0, 3, 9])), capacity=8, too_long="split")
-    >>> admission = Admission(items=items, step_size=StepSize(documents_per_step=2), capacity=8, shuffle=False)
+    >>> in_order = Shuffled(size=len(items), seed=0, shuffle=False)
+    >>> admission = Admission(items=items, order=in_order, step_size=StepSize(documents_per_step=2), capacity=8)
     >>> [admission.window(0, step).spans.document.tolist() for step in range(admission.num_steps(0))]
     [[0, 2], [3, 3]]
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -81,6 +83,50 @@ def permute(first: int, count: int, size: int, key: int) -> np.ndarray:
     return _permute(np.int64(first), np.int64(count), np.int64(size), np.uint64(key))
 
 
+class Order(Protocol):
+    """An endless stream of items, epoch after epoch."""
+
+    @property
+    def size(self) -> int:
+        """Items of an epoch."""
+
+    def at(self, first: int, stop: int) -> np.ndarray:
+        """Items int64[stop - first] at these positions of the stream, which may run over epoch edges."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shuffled:
+    """Every item once per epoch, in an order of its own each epoch (``shuffle``) or as they are numbered.
+
+    ``opening`` is an item that the first epoch begins with, changing places with the one that would have; None: none.
+    """
+
+    size: int
+    seed: int
+    shuffle: bool = True
+    opening: int | None = None
+
+    def at(self, first: int, stop: int) -> np.ndarray:
+        """Items int64[stop - first] at these positions of the stream."""
+        parts = []
+        while first < stop:
+            epoch, begin = divmod(first, self.size)
+            count = min(stop - first, self.size - begin)
+            parts.append(self._within(epoch, begin, count))
+            first += count
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def _within(self, epoch: int, begin: int, count: int) -> np.ndarray:
+        if not self.shuffle:
+            items = np.arange(begin, begin + count)
+        else:
+            items = permute(begin, count, self.size, key_of(self.seed, epoch))
+        if self.opening is None or epoch:
+            return items
+        replaced = permute(0, 1, self.size, key_of(self.seed, 0))[0] if self.shuffle else 0
+        return np.where(items == replaced, self.opening, np.where(items == self.opening, replaced, items))
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepSize:
     """How much one optimizer step holds, over all ranks: exactly one of the three.
@@ -122,25 +168,26 @@ class Admission:
     """Cuts the endless stream (epoch 0, epoch 1, …) of items into steps.
 
     Args:
+        order: the stream.
         last: what becomes of an incomplete last step: ``partial`` keeps it, ``drop`` leaves it out (see ``dropped``),
             ``carry`` lets its documents open the next epoch.
-        epoch_starts: where an epoch begins in the stream, known edges only; a resumed run puts its own in.
     """
 
     items: Items | GroupedItems
+    order: Order
     step_size: StepSize
     capacity: int
     seed: int = 0
-    shuffle: bool = True
     last: str = "partial"
     count_targets: bool = True
-    epoch_starts: dict[int, int] = field(default_factory=lambda: {0: 0})
-    _edges: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
+    _starts: dict[int, int] = field(default_factory=lambda: {0: 0}, init=False, repr=False)
+    _resumed: tuple[int, int, int] | None = field(default=None, init=False, repr=False)  # epoch, step, position
+    _edges: dict[int, tuple[int, list[int]]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.last not in LAST:
             raise ValueError(f"last must be one of {', '.join(LAST)}; got {self.last!r}")
-        size, count = self.step_size, len(self.items)
+        size, count = self.step_size, self.order.size
         if size.tokens_per_step is not None:
             largest = self.items.longest
             if size.tokens_per_step < largest:
@@ -154,16 +201,10 @@ class Admission:
                 f"{size}; lower the step size or use last='partial'"
             )
 
-    def _items_at(self, first: int, stop: int) -> np.ndarray:
-        """Items int64[stop - first] at these positions of the stream, which may run over epoch edges."""
-        size, parts = len(self.items), []
-        while first < stop:
-            epoch, at = divmod(first, size)
-            count = min(stop - first, size - at)
-            key = key_of(self.seed, epoch)
-            parts.append(permute(at, count, size, key) if self.shuffle else np.arange(at, at + count))
-            first += count
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    def resume(self, epoch: int, step: int, position: int, start: int) -> None:
+        """Begin this step at this position of the stream, in an epoch that began at ``start``."""
+        self._starts[epoch], self._resumed = start, (epoch, step, position)
+        self._edges = {known: edges for known, edges in self._edges.items() if known < epoch}
 
     def _next_edge(self, first: int, end: int) -> int | None:
         """Where the step that begins at ``first`` ends; None if the stream's ``end`` comes before it is complete."""
@@ -174,7 +215,7 @@ class Admission:
         tokens, full = np.zeros(0, np.int64), False
         while not full and first + len(tokens) < end:
             at = first + len(tokens)
-            more = self.items.tokens(self._items_at(at, min(end, at + max(64, min(_BLOCK, 2 * len(tokens))))))
+            more = self.items.tokens(self.order.at(at, min(end, at + max(64, min(_BLOCK, 2 * len(tokens))))))
             tokens = np.concatenate([tokens, more])
             full = tokens.sum() >= budget
         count = int(np.searchsorted(np.cumsum(tokens), budget, side="right"))
@@ -187,54 +228,73 @@ class Admission:
     def start(self, epoch: int) -> int:
         """Position in the stream of the epoch's first document."""
         if self.last != "carry":
-            return epoch * len(self.items)
-        if self.step_size.documents_per_step is not None:
-            size = self.step_size.documents_per_step
-            return epoch * len(self.items) // size * size
-        if epoch not in self.epoch_starts:
-            self.epoch_starts[epoch] = self._edge(epoch - 1, None)
-        return self.epoch_starts[epoch]
+            return epoch * self.order.size
+        if epoch not in self._starts:
+            if self.step_size.documents_per_step is None:
+                self._starts[epoch] = self._edge(epoch - 1, None)
+            else:  # all edges behind a known one lie on its grid
+                position, size = self._nearest(epoch), self.step_size.documents_per_step
+                return position + (epoch * self.order.size - position) // size * size
+        return self._starts[epoch]
+
+    def _nearest(self, epoch: int) -> int:
+        """The last known edge before an epoch."""
+        known = max(number for number in self._starts if number < epoch)
+        if self._resumed is not None and known <= self._resumed[0] < epoch:
+            return self._resumed[2]
+        return self._starts[known]
+
+    def _first_edge(self, epoch: int) -> tuple[int, int]:
+        """A step of the epoch and the position where it begins."""
+        if self._resumed is not None and self._resumed[0] == epoch:
+            return self._resumed[1:]
+        return 0, self.start(epoch)
+
+    def position(self, epoch: int, step: int) -> int:
+        """Where a step begins in the stream; where the epoch's steps end if it has no such step."""
+        if step == 0:
+            return self.start(epoch)
+        edge = self._edge(epoch, step)
+        return edge if edge >= 0 else self._edge(epoch, None)
 
     def _edge(self, epoch: int, step: int | None) -> int:
-        """Position where a step begins (None: where the epoch's last step ends), scanning no further than needed."""
-        edges = self._edges.setdefault(epoch, [self.start(epoch)])
-        end = (epoch + 1) * len(self.items)
-        while (step is None or len(edges) <= step) and edges[-1] >= 0:
+        """Position where a step begins (None: where the epoch's last step ends), scanning no further than needed; -1 if
+        it has no such step."""
+        first, edges = self._edges.setdefault(epoch, (self._first_edge(epoch)[0], [self._first_edge(epoch)[1]]))
+        end = (epoch + 1) * self.order.size
+        size = self.step_size.documents_per_step
+        if size is not None:
+            last = self.num_steps(epoch)
+            if step is not None and step > last:
+                return -1
+            return min(edges[0] + ((last if step is None else step) - first) * size, end)
+        while (step is None or first + len(edges) <= step) and edges[-1] >= 0:
             following = self._next_edge(edges[-1], end) if edges[-1] < end else None
             if following is None and edges[-1] < end and self.last == "partial":
                 following = end
             edges.append(-1 if following is None else following)  # -1 closes the list
         if step is None:
             return edges[-2]
-        return edges[step] if step < len(edges) else -1
+        return edges[step - first] if step - first < len(edges) else -1
 
     def num_steps(self, epoch: int) -> int:
         """Steps of the epoch, exact."""
         size = self.step_size.documents_per_step
+        first, position = self._first_edge(epoch)
         if size is None:
             self._edge(epoch, None)
-            return len(self._edges[epoch]) - 2
-        span = (epoch + 1) * len(self.items) - self.start(epoch)
-        return -(-span // size) if self.last == "partial" else span // size
+            return first + len(self._edges[epoch][1]) - 2
+        span = (epoch + 1) * self.order.size - position
+        return first + (-(-span // size) if self.last == "partial" else span // size)
 
     def dropped(self, epoch: int) -> int:
         """Items that ``last='drop'`` leaves out of the epoch."""
-        if self.last != "drop":
-            return 0
-        if self.step_size.documents_per_step is not None:
-            return len(self.items) % self.step_size.documents_per_step
-        return (epoch + 1) * len(self.items) - self._edge(epoch, None)
+        return (epoch + 1) * self.order.size - self._edge(epoch, None) if self.last == "drop" else 0
 
     def members(self, epoch: int, step: int) -> np.ndarray | None:
         """Items int64[k] that a step admits, in order; None behind the epoch's last."""
-        size, end = self.step_size.documents_per_step, (epoch + 1) * len(self.items)
-        if size is not None:
-            if step >= self.num_steps(epoch):
-                return None
-            first = self.start(epoch) + step * size
-            return self._items_at(first, min(first + size, end))
         first, stop = self._edge(epoch, step), self._edge(epoch, step + 1)
-        return None if first < 0 or stop < 0 else self._items_at(first, stop)
+        return None if first < 0 or stop < 0 else self.order.at(first, stop)
 
     def window(self, epoch: int, step: int) -> Window | None:
         """The documents of a step; None behind the epoch's last."""

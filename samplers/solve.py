@@ -25,7 +25,7 @@ from .dynamic_cp import DynamicCp, dynamic_cp
 from .flexsp import FlexSp, SpModel, flexsp
 from .gds import gds
 from .groups import atoms_of, summed
-from .layout import Layout, displacement, in_order, ungrouped, with_fillers
+from .layout import Layout, displacement, in_order, largest_first, ungrouped, with_fillers
 from .order import Window, permute
 from .pace import paced
 from .plan import Cluster, Rounds, StepPlan
@@ -69,12 +69,12 @@ def solve(
     pack: str,
     place: str,
     options: object = None,
-    preserve: bool = False,
+    slot_order: str = "shuffle",
 ) -> StepPlan:
     """Pack and place one step. Raises ValueError where fixed slots cannot hold it, on all ranks alike.
 
-    preserve: documents of a pack keep their order of admission, and slots come in that of their documents on the mean,
-    rather than shuffled; not for ChunkFlow, whose rounds have an order of their own.
+    slot_order: as the placement leaves them (``shuffle``), by the admission of their documents, which then keep
+    to it inside packs too (``preserve``), or by tokens, falling (``largest_first``); ChunkFlow's rounds have their own.
     """
     spans = window.spans
     if window.num_slots is not None:
@@ -102,8 +102,8 @@ def solve(
         layout = _packed_then_placed(spans, units, cost, cluster, window, pack, place, pool_size)
     if stand_ins:
         layout = ungrouped(layout, window.spans, span_units, window.atom)
-    if preserve and layout.rounds is None:
-        layout = in_order(layout)
+    if slot_order != "shuffle" and layout.rounds is None:
+        layout = in_order(layout) if slot_order == "preserve" else largest_first(layout)
     packs, span_cost = with_fillers(layout, cluster.pad_tp > 0)
     return StepPlan(
         epoch=window.epoch,

@@ -94,7 +94,7 @@ def count(tokens: dict[int, int], batch) -> None:
 def carried_tokens(loader: BalancedLoader, carried: int) -> int:
     admission = loader.sampler.admission
     size = len(admission.items)
-    return int(admission.items.spans(admission._items_at(size - carried, size))[0].tokens.sum())
+    return int(admission.items.spans(admission.order.at(size - carried, size))[0].tokens.sum())
 
 
 def test_the_epoch_edge_gives_no_empty_epoch() -> None:

@@ -88,10 +88,10 @@ def test_a_foreign_state_is_refused_by_naming_what_differs() -> None:
     saved = next(iter(grouped[0]))[0].state
     with pytest.raises(ValueError, match="lengths: saved"):  # as many groups, of other documents
         grouped[1].load_state_dict(saved)
-    with pytest.raises(ValueError, match="queued: saved True, now False"):
+    with pytest.raises(ValueError, match="shuffle: saved True, now False"):
         grouped[2].load_state_dict(saved)
-    with pytest.raises(ValueError, match=r"documents_per_step: saved 16, now None"):
-        make(documents_per_step=None, tokens_per_step=999).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"last: saved 'partial', now 'carry'"):
+        make(last="carry").load_state_dict(state)
     with pytest.raises(ValueError, match="lacks slot"):
         make().load_state_dict({key: value for key, value in state.items() if key != "slot"})
 

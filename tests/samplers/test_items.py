@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from equipoise import Lengths
 from equipoise.samplers.items import Items
-from equipoise.samplers.order import Admission, StepSize
+from equipoise.samplers.order import Admission, Shuffled, StepSize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,9 +57,13 @@ def test_a_too_long_document_is_an_error_that_names_it() -> None:
 def test_indexed_targets_are_used_and_unknown_ones_admitted() -> None:
     index = Lengths(tokens=np.array([6, 4, 9]), targets=np.array([2, 0, 7]))
     items = Items.of(index, capacity=9)
-    admission = Admission(items=items, step_size=StepSize(documents_per_step=3), capacity=9)
+    admission = Admission(
+        items=items, order=Shuffled(size=len(items), seed=0), step_size=StepSize(documents_per_step=3), capacity=9
+    )
     window = admission.window(0, 0)
     assert window is not None and window.num_targets == 9
     split = Items.of(index, capacity=5, too_long="split")
-    window = Admission(items=split, step_size=StepSize(documents_per_step=9), capacity=5).window(0, 0)
+    window = Admission(
+        items=split, order=Shuffled(size=len(split), seed=0), step_size=StepSize(documents_per_step=9), capacity=5
+    ).window(0, 0)
     assert window is not None and window.num_targets is None  # a piece's share of an indexed count is not known

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from equipoise import Lengths
 from equipoise.samplers.items import Items
-from equipoise.samplers.order import Admission, StepSize, key_of, permute
+from equipoise.samplers.order import Admission, Shuffled, StepSize, key_of, permute
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +49,13 @@ def test_steps_cut_the_stream_exactly_once(data: st.DataObject, lengths: list[in
     size = StepSize(**data.draw(step_sizes(dp=1, longest=cap)))
     items = Items.of(Lengths.from_array(np.array(lengths)), capacity=cap)
     try:
-        admission = Admission(items=items, step_size=size, capacity=cap, last=last, shuffle=shuffle)
+        admission = Admission(
+            items=items,
+            order=Shuffled(size=len(items), seed=0, shuffle=shuffle),
+            step_size=size,
+            capacity=cap,
+            last=last,
+        )
     except ValueError as error:
         assert last != "partial" and "leaves no step" in str(error)
         return
@@ -87,10 +93,14 @@ def test_step_edges_are_greedy_and_the_same_from_any_start(data: st.DataObject, 
     cap = max(lengths)
     options = data.draw(step_sizes(dp=1, longest=cap))
     items = Items.of(Lengths.from_array(np.array(lengths)), capacity=cap)
-    walked = Admission(items=items, step_size=StepSize(**options), capacity=cap)
+    walked = Admission(
+        items=items, order=Shuffled(size=len(items), seed=0), step_size=StepSize(**options), capacity=cap
+    )
     steps = walked.num_steps(1)
     windows = [walked.window(1, step) for step in range(steps)]
-    jumped = Admission(items=items, step_size=StepSize(**options), capacity=cap).window(1, steps - 1)
+    jumped = Admission(
+        items=items, order=Shuffled(size=len(items), seed=0), step_size=StepSize(**options), capacity=cap
+    ).window(1, steps - 1)
     assert jumped is not None and windows[-1] is not None
     assert jumped.spans.document.tolist() == windows[-1].spans.document.tolist()
     if "tokens_per_step" in options:
@@ -108,6 +118,14 @@ def test_step_size_is_checked_at_the_door() -> None:
         StepSize(documents_per_step=0)
     items = Items.of(Lengths.from_array(np.array([5, 9])), capacity=9)
     with pytest.raises(ValueError, match=r"tokens_per_step is 8, the longest document .* has 9"):
-        Admission(items=items, step_size=StepSize(tokens_per_step=8), capacity=9)
+        Admission(
+            items=items, order=Shuffled(size=len(items), seed=0), step_size=StepSize(tokens_per_step=8), capacity=9
+        )
     with pytest.raises(ValueError, match="last must be one of"):
-        Admission(items=items, step_size=StepSize(documents_per_step=1), capacity=9, last="wrap")
+        Admission(
+            items=items,
+            order=Shuffled(size=len(items), seed=0),
+            step_size=StepSize(documents_per_step=1),
+            capacity=9,
+            last="wrap",
+        )

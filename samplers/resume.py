@@ -1,0 +1,213 @@
+"""Resume: what the state of a run is, and what another configuration may make of it.
+
+The state is global (the same on every rank), small and plain JSON: where the next micro-batch stands (epoch, step, slot), the
+place in the stream where that step begins, what queues hold back, and the configuration that planned it. It counts documents,
+not packs, so that a run may go on with other ranks, caps or recipes:
+
+- what decides *which* documents come in *which* order must be as it was, or the state is refused (``FIXED``);
+- what decides how a step is packed and placed may change, with a warning. Steps of the same size then hold the same
+  documents; with another size every remaining document still comes exactly once;
+- a step that is under way (``slot`` > 0) is planned again as it was, and what is left of it becomes a step of its own
+  (``rest``), which keeps the number of targets of the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..packing.packs import Spans
+from ..packing.queues import WlbQueues
+from .carry import Held, QueuedAdmission
+from .groups import GroupedItems
+from .items import Items
+from .order import Window, key_of
+
+if TYPE_CHECKING:
+    from .batch_sampler import BalancedBatchSampler
+
+STATE_VERSION = 2
+STATE_KEYS = frozenset(
+    ("version", "config", "epoch", "step", "slot", "num_targets", "position", "epoch_start", "refitted", "held", "rest")
+)
+FIXED = ("lengths", "seed", "shuffle", "opening", "last", "too_long")
+SIZES = ("documents_per_step", "tokens_per_step", "packs_per_step")
+UNDER_WAY = ("recipe", "cost", "order")  # must be as they were to plan a step again
+_SPANS = ("document", "start", "stop", "pairs")
+
+
+def check_state(state: object) -> None:
+    """Raises ValueError unless this is a whole state of this version."""
+    keys = set(state) if isinstance(state, dict) else set()
+    if keys < STATE_KEYS or not isinstance(state, dict) or state["version"] != STATE_VERSION:
+        version = state.get("version") if isinstance(state, dict) else type(state).__name__
+        raise ValueError(
+            f"a state of version {STATE_VERSION} is needed; this one has version {version!r} and lacks "
+            f"{', '.join(sorted(STATE_KEYS - keys)) or 'nothing'}"
+        )
+
+
+def differences(saved: dict, config: dict) -> list[str]:
+    """Names of what differs. Raises ValueError where that decides which documents come in which order."""
+    differs = [key for key in {**config, **saved} if saved.get(key) != config.get(key)]
+    fixed = [key for key in differs if key in FIXED]
+    if fixed:
+        raise ValueError(
+            f"the saved run read its documents in another order ({told(fixed, saved, config)}); set these as they were"
+        )
+    return differs
+
+
+def told(names: list[str], saved: dict, config: dict) -> str:
+    """What was and what is."""
+    return "; ".join(f"{name}: saved {saved.get(name)!r}, now {config.get(name)!r}" for name in names)
+
+
+def warning(differs: list[str], saved: dict, config: dict, rest: bool) -> str:
+    """What a resumed run does differently, in a sentence or two."""
+    moved = [name for name in differs if name in (*SIZES, "queued", "capacity")]
+    text = f"the run is resumed under another configuration ({told(differs, saved, config)}); "
+    text += (
+        "every remaining document comes exactly once, in other global batches"
+        if moved
+        else "global batches stay the same, packed and placed anew"
+    )
+    return text + ("; what was left of the step under way is a step of its own" if rest else "")
+
+
+def alike(items: Items | GroupedItems, other: Items | GroupedItems) -> bool:
+    """Whether two sets of items are the same documents and pieces, under the same numbers."""
+    if isinstance(items, GroupedItems) or isinstance(other, GroupedItems):
+        assert isinstance(items, GroupedItems) and isinstance(other, GroupedItems)
+        return np.array_equal(items.member, other.member) and np.array_equal(items.offsets, other.offsets)
+    cut = "truncate" in (items.too_long, other.too_long) and (items.num_long or other.num_long)
+    names = ("removed", "piece_document", "piece_start")
+    return not cut and all(np.array_equal(getattr(items, name), getattr(other, name)) for name in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stand:
+    """Where a run goes on: with the documents of ``rest`` (if any) as step ``step - 1``, then with ``step`` at ``position``."""
+
+    rest: Window | None
+    step: int
+    position: Any
+    held: Held
+
+
+def stand(sampler: BalancedBatchSampler, state: dict, *, anew: bool) -> Stand:
+    """Where the sampler goes on from a state; ``anew``: it was saved under another configuration.
+
+    Raises ValueError where a step is under way that this sampler cannot plan as it was.
+    """
+    rest = None if state["rest"] is None else _step_of(sampler, state, *rest_from_state(state["rest"]))
+    held = Held.nothing() if state["held"] is None else Held.from_state(state["held"])
+    position, step = state["position"], state["step"] + (rest is not None)
+    if anew and state["slot"]:
+        rest, position, held = _left_of_step(sampler, state, rest)
+        step = state["step"] + 1  # also where fillers alone were left
+    if len(held.items) and not sampler.queued:
+        spans, targets, _ = sampler.items.spans(held.items)
+        known = int(targets.sum()) if sampler.count_targets and targets is not None else None
+        if rest is not None:
+            spans, known = Spans.concat([rest.spans, spans]), rest.num_targets
+        rest, held = _step_of(sampler, state, spans, known), Held.nothing()
+        step = state["step"] + 1
+    return Stand(rest=rest, step=step, position=position, held=held)
+
+
+def rest_to_state(rest: Window) -> list:
+    """Plain numbers."""
+    return [rest.num_targets, *(getattr(rest.spans, name).tolist() for name in _SPANS)]
+
+
+def rest_from_state(saved: list) -> tuple[Spans, int | None]:
+    """Its spans and targets."""
+    num_targets, *arrays = saved
+    return Spans(**{name: np.array(array, np.int64) for name, array in zip(_SPANS, arrays, strict=True)}), num_targets
+
+
+def _left_of_step(sampler: BalancedBatchSampler, state: dict, rest: Window | None) -> tuple[Window | None, Any, Held]:
+    """What is left of a step planned under the saved configuration; where the next begins, and what waits then."""
+    _check_under_way(sampler, state)
+    before = _as_saved(sampler, state)
+    epoch, step = state["epoch"], state["step"]
+    plan = before.solver(rest) if rest is not None else before.plan(step, epoch)
+    owner = np.repeat(np.arange(len(plan.packs)), np.diff(plan.packs.offsets))
+    left = (plan.slot[owner] >= state["slot"]) & (plan.packs.spans.document >= 0)
+    num_targets = plan.num_targets if state["num_targets"] is None else state["num_targets"]
+    queued = before.admission if isinstance(before.admission, QueuedAdmission) else None
+    return (
+        _step_of(sampler, state, plan.packs.spans.take(np.flatnonzero(left)), num_targets) if left.any() else None,
+        before.admission.position(epoch, step + 1),
+        queued.held(epoch, step + 1) if queued else Held.nothing(),
+    )
+
+
+def _check_under_way(sampler: BalancedBatchSampler, state: dict) -> None:
+    """Raises ValueError where a step that is under way cannot be planned again as it was."""
+    saved, now = state["config"], sampler.config
+    told_where = (
+        f"the state was saved behind micro-batch {state['slot']} of step {state['step']} of epoch {state['epoch']}"
+    )
+    differs = [name for name in UNDER_WAY if saved.get(name) != now.get(name)]
+    if differs:
+        raise ValueError(
+            f"{told_where}, and what is left of a step can only be told with what planned it ({told(differs, saved, now)}); "
+            f"set these as they were, or save behind a step's last micro-batch"
+        )
+    if sampler.recipe.place == "chunkflow":
+        raise ValueError(
+            f"{told_where}, and chunks of one document cannot be parted between other ranks; keep dp, cp and caps, or save "
+            f"behind a step's last micro-batch"
+        )
+
+
+def _as_saved(sampler: BalancedBatchSampler, state: dict) -> BalancedBatchSampler:
+    """A sampler of these documents with the cluster and step size of the state, standing at its step."""
+    saved, options = state["config"], sampler.recipe.options
+    can_queue = isinstance(options, WlbQueues) and options.max_delay > 0
+    names = (
+        "dp",
+        "cp",
+        "max_tokens_per_rank",
+        "sync",
+        "slots",
+        "pad_tp",
+        "seed",
+        "shuffle",
+        "order",
+        "last",
+        "too_long",
+    )
+    before = type(sampler)(
+        sampler.items.lengths,
+        sampler.recipe,
+        **{name: saved[name] for name in names},
+        **{name: saved[name] for name in SIZES if name in saved},
+        speeds=saved["speeds"] and tuple(saved["speeds"]),
+        evaluation=can_queue and not saved["queued"],
+        cost=sampler.cost,
+        count_targets=sampler.count_targets,
+    )
+    before.load_state_dict({**state, "config": {**before.config, "capacity": saved["capacity"]}})
+    return before
+
+
+def _step_of(sampler: BalancedBatchSampler, state: dict, spans: Spans, num_targets: int | None) -> Window:
+    """A step of these spans, under the number of the state's; documents of one group stay together."""
+    group = sampler.items.lengths.group
+    if group is not None:
+        spans = spans.take(np.argsort(np.asarray(group)[spans.document], kind="stable"))
+        atom = np.cumsum(np.diff(np.asarray(group)[spans.document], prepend=group[spans.document[0]]) != 0)
+    epoch, step = state["epoch"], state["step"]
+    return Window(
+        epoch=epoch,
+        step=step,
+        key=key_of(sampler.seed, epoch, step),
+        spans=spans,
+        num_targets=num_targets,
+        atom=np.arange(len(spans)) if group is None else atom,
+    )
