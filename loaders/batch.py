@@ -13,12 +13,13 @@ pack: ``cu_seqlens`` are the pack's (never divided by cp), ``shard_index`` says 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
+
+from .layout import IGNORE, LAID_OUT, lay_out, masked
 
 FIELDS = {
     "input_ids": "int64[t] token ids this rank holds",
@@ -28,9 +29,10 @@ FIELDS = {
     "shard_index": "int64[t] position within the pack of each token held",
     "segments": "int64[s, 4] runs of tokens held: document of the pack, first position, place in the pack, tokens",
     "behind": "int64[s] the label of each run's last token",
-    "cu_seqlens": "int32[d+1] document boundaries of the whole pack",
-    "cu_seqlens_padded": "int32[d+1] the same with padding, which positions then count; there only where it differs",
-    "max_seqlen": "longest document of the pack",
+    "cu_seqlens": "int32[d+1] document boundaries of the whole pack; with ``Shapes(max_docs=M)`` int32[M+1], the end repeated",
+    "cu_seqlens_padded": "the same with padding, which positions then count; there only where it differs (or might, with M)",
+    "num_docs": "d, documents of the pack, fillers included: boundaries from ``num_docs + 1`` on only repeat the end",
+    "max_seqlen": "longest document of the pack, or that rounded up (``Shapes(max_seqlen_bucket=B)``)",
     "layout": "name of the shard rule",
     "plan": "how its ranks attend; None where the recipe leaves that to you",
     "cp_size": "ranks that share the pack",
@@ -44,6 +46,7 @@ FIELDS = {
     "sum_len_sq": "sum of their squared lengths",
     "documents": "int64[d] their numbers in the dataset, -1 for a filler",
     "starts": "int64[d] where in the document each piece begins",
+    "skipped": "(document, reason) of each that could not be read: a filler of its length is in its place",
     "epoch": "epoch",
     "step": "optimizer step of the epoch",
     "slot": "micro-batch of the step",
@@ -54,11 +57,6 @@ FIELDS = {
     "planning_seconds": "what planning the step took",
     "resume": "state behind this micro-batch",
 }
-
-
-IGNORE = -100
-PADDING = -101  # what is behind a segment of padding or of a filler: none of its tokens has a label
-LAID_OUT = frozenset({"position_ids", "doc_ids", "shard_index"})
 
 
 class ThdBatch(Mapping[str, Any]):
@@ -129,6 +127,19 @@ class ThdBatch(Mapping[str, Any]):
     def replace(self, **entries: Any) -> ThdBatch:
         """A copy with these entries set."""
         return ThdBatch({**self.complete()._fields, **entries}, derived=self._derived - set(entries))
+
+    def without(
+        self, documents: Collection[int], reason: str = "another rank of its CP group could not read it"
+    ) -> ThdBatch:
+        """A copy with these documents of the dataset masked as if they could not be read here either.
+
+        Their tokens are 0, their labels -100, their ``documents`` -1; ``num_targets`` and ``sum_len`` no longer count them, and
+        ``skipped`` tells. Further columns keep what was read, and ``pairs`` what attention computes all the same. The step's
+        targets are for the caller to sum again.
+        """
+        given = {name: value for name, value in self._fields.items() if name not in self._derived}
+        changed = masked(given, documents, reason)
+        return ThdBatch({**given, **changed}, derived=self._derived) if changed else self
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ThdBatch:
         """A copy with every tensor on ``device``; ``cu_seqlens`` too."""
@@ -216,7 +227,7 @@ class ThdBatch(Mapping[str, Any]):
         """Where it belongs and what it holds, in a line."""
         return (
             f"ThdBatch(epoch {self.epoch}, step {self.step}, slot {self.slot + 1}/{self.num_slots}: "
-            f"{self.input_ids.numel()} of {self.sum_len} tokens of {len(self.documents)} documents, cp rank "
+            f"{self.input_ids.numel()} of {self.sum_len} tokens of {int((self.documents >= 0).sum())} documents, cp rank "
             f"{self.cp_rank}/{self.cp_size} ({self.layout}), {self.num_targets} targets of "
             f"{self.num_targets_step} in the step, {self.cost:.3g} s predicted)"
         )
@@ -251,44 +262,3 @@ def _unpacked(block: np.ndarray, entries: list, fields: dict[str, Any], derived:
         fields[name] = torch.from_numpy(block[at : at + size].view(narrow)).to(dtype).view(shape)
         at += size
     return ThdBatch.laid_out(fields) if derived else ThdBatch(fields)
-
-
-def lay_out(fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """position_ids, doc_ids, shard_index and, unless given, labels: from ``input_ids``, ``segments`` and ``behind``."""
-    ids = fields["input_ids"]
-    made: dict[str, torch.Tensor] = {
-        "position_ids": torch.empty_like(ids),
-        "shard_index": torch.empty_like(ids),
-        "doc_ids": torch.empty(len(ids), dtype=torch.int32),
-    }
-    if "labels" not in fields:
-        made["labels"] = torch.empty_like(ids)
-    labels = made.get("labels", ids[:0]).numpy()
-    segments, behind = fields["segments"].numpy(), fields["behind"].numpy()
-    _fill(
-        ids.numpy(),
-        segments,
-        behind,
-        made["position_ids"].numpy(),
-        made["shard_index"].numpy(),
-        made["doc_ids"].numpy(),
-        labels,
-    )
-    return made
-
-
-@njit(nogil=True, cache=True)
-def _fill(ids, segments, behind, position_ids, shard_index, doc_ids, labels):
-    at = 0
-    for segment in range(len(segments)):
-        document, position, place, tokens = segments[segment]
-        for offset in range(tokens):
-            position_ids[at + offset] = position + offset
-            shard_index[at + offset] = place + offset
-            doc_ids[at + offset] = document
-        if len(labels) and behind[segment] == PADDING:
-            labels[at : at + tokens] = IGNORE
-        elif len(labels) and tokens:
-            labels[at : at + tokens - 1] = ids[at + 1 : at + tokens]
-            labels[at + tokens - 1] = behind[segment]
-        at += tokens

@@ -8,32 +8,46 @@ and everything else is a handful of vectorised passes over this rank's tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from ..packing.packs import Spans
 from ..packing.padded import pad_documents
 from ..packing.shards import Shards
 from ..samplers.plan import MicroBatch
-from .batch import FIELDS, IGNORE, PADDING, ThdBatch
+from .batch import FIELDS, ThdBatch
 from .dataset import Rows
+from .layout import IGNORE, PADDING, num_targets
+from .shapes import Shapes
 
 if TYPE_CHECKING:
     from ..recipes import Recipe
+
+SKIPPED = "__skipped__"  # key of the rows: document → why it could not be read
 
 
 class ThdCollator:
     """``collate_fn`` of a ``DataLoader`` over a ``PlannedDataset``.
 
+    Rows may tell of documents that could not be read, ``{document: reason}`` under ``"__skipped__"``, with None in every
+    column: such a document is laid out as a filler of its length (tokens 0, labels -100, ``documents`` -1) and named in
+    ``batch.skipped``; attention still covers it, so ``pairs`` count it. Where no document of a micro-batch could be read
+    there is nothing to imitate the columns of, and the batch has ``input_ids`` and what follows from them only.
+
     Args:
         recipe: the sampler's, which shards packs and makes attention plans.
         restart_positions: pieces of a split document count positions from 0, not from where they were cut.
+        shapes: sizes that all micro-batches share.
     """
 
-    def __init__(self, recipe: Recipe, *, restart_positions: bool = False) -> None:
+    def __init__(self, recipe: Recipe, *, restart_positions: bool = False, shapes: Shapes | None = None) -> None:
         self.recipe = recipe
         self.restart_positions = restart_positions
+        self.shapes = shapes or Shapes()
+        self.shapes.check_rule(recipe.shard)
 
     def __call__(self, fetched: Sequence[tuple[MicroBatch, Rows]]) -> ThdBatch:
         if len(fetched) != 1 or not isinstance(fetched[0], tuple) or not isinstance(fetched[0][0], MicroBatch):
@@ -41,34 +55,33 @@ class ThdCollator:
                 "ThdCollator takes one planned micro-batch at a time: use DataLoader(PlannedDataset(dataset), "
                 "batch_sampler=BalancedBatchSampler(…), collate_fn=ThdCollator(…))"
             )
-        ((spec, rows),) = fetched
-        spans = spec.spans
-        cu_seqlens = np.concatenate([[0], np.cumsum(spans.tokens)])
-        assert cu_seqlens[-1] < 2**31, f"{cu_seqlens[-1]} tokens overflow int32"
-        cu_padded = pad_documents(cu_seqlens, spec.pad_multiple) if spec.pad_multiple > 1 else cu_seqlens
+        spec, rows, skipped = _readable(*fetched[0])
+        spec, rows = self._filled(spec, rows)
+        spans, shapes = spec.spans, self.shapes
+        cu_seqlens, cu_padded = _boundaries(spec)
         shards = self.recipe.shards(cu_padded, len(spec.ranks), spec.decision, spec.max_tokens_per_rank)
         local = _Segments(spec, shards, rows)
         columns, labels, behind = local.columns(rows)
         ids = columns.pop("input_ids")
         real = spans.tokens[spans.document >= 0]
         own = {} if labels is None else {"labels": torch.from_numpy(labels)}
-        if cu_padded[-1] > cu_seqlens[-1]:
-            own["cu_seqlens_padded"] = torch.from_numpy(cu_padded.astype(np.int32))
-        given = int((behind == IGNORE).sum()) + int(local.tokens[behind == PADDING].sum())
+        if cu_padded[-1] > cu_seqlens[-1] or (spec.pad_multiple > 1 and shapes.max_docs is not None):
+            own["cu_seqlens_padded"] = torch.from_numpy(shapes.ends(cu_padded.astype(np.int32)))
         return ThdBatch.laid_out(
             {
                 "input_ids": torch.from_numpy(ids),
                 **own,
                 "segments": torch.from_numpy(local.segments(restart=self.restart_positions)),
                 "behind": torch.from_numpy(behind),
-                "cu_seqlens": torch.from_numpy(cu_seqlens.astype(np.int32)),
-                "max_seqlen": int(spans.tokens.max()),
+                "cu_seqlens": torch.from_numpy(shapes.ends(cu_seqlens.astype(np.int32))),
+                "num_docs": len(spans),
+                "max_seqlen": shapes.longest(int(spans.tokens.max())),
                 "layout": self.recipe.shard,
                 "plan": self.recipe.attention(shards, spec.ranks, spec.cp_rank),
                 "cp_size": len(spec.ranks),
                 "cp_rank": spec.cp_rank,
                 "cp_ranks": spec.ranks,
-                "num_targets": len(ids) - given if labels is None else int((labels != IGNORE).sum()),
+                "num_targets": num_targets(local.tokens, behind) if labels is None else int((labels != IGNORE).sum()),
                 "num_targets_step": spec.num_targets,
                 "num_ranks": spec.num_ranks,
                 "pairs": int(spans.pairs.sum()) // len(spec.ranks),
@@ -76,6 +89,7 @@ class ThdCollator:
                 "sum_len_sq": int((real * real).sum()),
                 "documents": torch.from_numpy(spans.document),
                 "starts": torch.from_numpy(spans.start),
+                "skipped": skipped,
                 "epoch": spec.epoch,
                 "step": spec.step,
                 "slot": spec.slot,
@@ -88,6 +102,51 @@ class ThdCollator:
                 **{name: _tensor(value) for name, value in columns.items()},
             }
         )
+
+    def _filled(self, spec: MicroBatch, rows: Rows) -> tuple[MicroBatch, Rows]:
+        """The micro-batch with fillers behind, up to the size that all share; their row is any, for it is not read."""
+        if self.shapes.pad_to is None and self.shapes.max_docs is None:
+            return spec, rows
+        _, cu_padded = _boundaries(spec)
+        tokens = self.shapes.fillers(
+            num_docs=len(spec.spans), tokens=int(cu_padded[-1]), cp_size=len(spec.ranks), multiple=spec.pad_multiple
+        )
+        if not len(tokens):
+            return spec, rows
+        none = np.zeros(len(tokens), np.int64)
+        fillers = Spans(document=none - 1, start=none, stop=tokens, pairs=none)
+        spec = replace(
+            spec,
+            spans=Spans.concat([spec.spans, fillers]),
+            document_tokens=np.concatenate([spec.document_tokens, none]),
+        )
+        return spec, {name: values + values[:1] * len(tokens) for name, values in rows.items()}
+
+
+def _boundaries(spec: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Where documents end in the pack, and where with their padding; int64[d + 1] each."""
+    cu_seqlens = np.concatenate([[0], np.cumsum(spec.spans.tokens)])
+    cu_padded = pad_documents(cu_seqlens, spec.pad_multiple) if spec.pad_multiple > 1 else cu_seqlens
+    assert cu_padded[-1] < 2**31, f"{cu_padded[-1]} tokens overflow int32"
+    return cu_seqlens, cu_padded
+
+
+def _readable(spec: MicroBatch, rows: Rows) -> tuple[MicroBatch, Rows, tuple[tuple[int, str], ...]]:
+    """The micro-batch with a filler for each document that could not be read, which has the row of one that could; and
+    those documents, with the reasons."""
+    reasons: Any = rows.get(SKIPPED)
+    if not reasons:
+        return spec, {name: values for name, values in rows.items() if name != SKIPPED}, ()
+    document = spec.spans.document
+    lost = np.isin(np.where(document < 0, spec.template, document), list(reasons))
+    read = np.flatnonzero(~lost)
+    if len(read):
+        at = np.where(lost, read[0], np.arange(len(lost))).tolist()
+        rows = {name: [values[row] for row in at] for name, values in rows.items() if name != SKIPPED}
+    else:
+        rows = {"input_ids": [np.zeros(0, np.int64)] * len(lost)}
+    told = tuple((number, str(reasons[number])) for number in dict.fromkeys(document[lost & (document >= 0)].tolist()))
+    return replace(spec, spans=replace(spec.spans, document=np.where(lost, -1, document))), rows, told
 
 
 class _Segments:
