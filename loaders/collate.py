@@ -19,14 +19,12 @@ from ..packing.padded import pad_documents
 from ..packing.shards import Shards
 from ..samplers.plan import MicroBatch
 from .batch import FIELDS, ThdBatch
-from .dataset import Rows
+from .dataset import SKIPPED, Rows
 from .layout import IGNORE, PADDING, num_targets
 from .shapes import Shapes
 
 if TYPE_CHECKING:
     from ..recipes import Recipe
-
-SKIPPED = "__skipped__"  # key of the rows: document → why it could not be read
 
 
 class ThdCollator:
