@@ -137,9 +137,8 @@ class ThdBatch(Mapping[str, Any]):
         ``skipped`` tells. Further columns keep what was read, and ``pairs`` what attention computes all the same. The step's
         targets are for the caller to sum again.
         """
-        given = {name: value for name, value in self._fields.items() if name not in self._derived}
-        changed = masked(given, documents, reason)
-        return ThdBatch({**given, **changed}, derived=self._derived) if changed else self
+        changed = masked(self._fields, documents, reason)
+        return ThdBatch({**self._fields, **changed}, derived=self._derived) if changed else self
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ThdBatch:
         """A copy with every tensor on ``device``; ``cu_seqlens`` too."""

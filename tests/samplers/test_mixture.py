@@ -142,6 +142,16 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert drawn[0][:6] == [11, 27, 0, 22, 16, 39]  # the order of a run must survive upgrades
 
 
+def test_passes_that_run_over_epochs_have_orders_of_their_own_too() -> None:
+    """20 documents are drawn 30 times an epoch: a whole pass, and half of one that the next epoch ends."""
+    items = Items.of(Lengths.from_array(np.full(50, 3)), capacity=8)
+    order = MixedOrder(items=items, blend=Blend(sizes=(30, 20), weights=(1, 1), exhausted="all_exhausted"))
+    first, second = (order.at(epoch * 60, epoch * 60 + 60)[1::2].tolist() for epoch in (0, 1))
+    passes = [first[:20], second[:20], first[20:] + second[20:]]
+    assert all(sorted(each) == list(range(30, 50)) for each in passes)
+    assert len({tuple(each) for each in passes}) == 3
+
+
 def test_an_epoch_of_more_draws_than_can_be_held_is_addressed_as_one_of_few() -> None:
     """A billion documents and weights of one to a billion: integers stay within 64 bits, nothing is as long as an epoch."""
     items = Items.of(Lengths.from_array(np.full(2, 3)), capacity=8)
