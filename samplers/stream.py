@@ -194,11 +194,11 @@ class StreamAdmission:
 
     def _pass(self, item: int) -> None:
         """Let the edge lie behind this item."""
-        number, piece = (int(of(np.int64(item))) for of in (number_of, piece_of))
-        before = int(number_of(np.int64(self._edge)))
+        number, piece = number_of(item), piece_of(item)
+        before = number_of(self._edge)
         row = self.items.rows.pieces[np.searchsorted(self.items.rows.number, number)]
         self._edge = item_of(number, piece + 1) if piece + 1 < row else item_of(number + 1, 0)
-        self.items.passed(before, int(number_of(np.int64(self._edge))))
+        self.items.passed(before, number_of(self._edge))
 
     def _close(self) -> None:
         """The epoch is over: settle what is left of it, and where the next one begins."""
@@ -206,7 +206,7 @@ class StreamAdmission:
         if self._step == 0:
             raise ValueError(self._nothing(len(rest)))
         self._over = True
-        first = int(number_of(np.int64(self._edge)))
+        first = number_of(self._edge)
         if self.last == "carry":
             self._starts[self._epoch + 1] = self._here(self._waiting[:0], first)
             return
@@ -225,7 +225,7 @@ class StreamAdmission:
 
     def _begin(self, epoch: int) -> None:
         """Go on with the next epoch, which the rest of the one before opens if it is carried."""
-        first = int(number_of(np.int64(self._edge)))
+        first = number_of(self._edge)
         self.items.renumber(first)
         self._edge, self._next = self._edge - item_of(first, 0), self._next - first
         self._epoch, self._step, self._over = epoch, 0, False
@@ -236,8 +236,8 @@ class StreamAdmission:
 
     def _here(self, waiting: Int64, base: int = 0) -> dict:
         """The position of the edge and of what waits before it; documents are numbered from ``base``."""
-        edge = np.int64(self._edge)
-        front = int(number_of(np.append(waiting, edge).min()))
+        edge = self._edge
+        front = number_of(min([edge, *waiting[:1].tolist()]))
         place = self.place
         if front < self._next:
             epoch, part, ordinal = (int(of[0]) for of in self.items.where(np.array([front])))
@@ -248,7 +248,7 @@ class StreamAdmission:
             "part": place.part,
             "ends": [list(end) for end in place.ends],
             "number": front - base,
-            "edge": [int(number_of(edge)) - base, int(piece_of(edge))],
+            "edge": [number_of(edge) - base, piece_of(edge)],
             "held": np.stack([number_of(waiting) - base, piece_of(waiting)], 1).tolist(),
             "counts": asdict(self.items.counts),
             "columns": self.items.columns,
@@ -264,7 +264,7 @@ class StreamAdmission:
         spans, targets, atom = self.items.spans(members)
         self._waiting = np.setdiff1d(self._waiting, members)
         self.items.give(members, step)
-        self.items.forget(int(number_of(np.int64(self._edge))), self._waiting, step - _KEPT)
+        self.items.forget(number_of(self._edge), self._waiting, step - _KEPT)
         self._positions.setdefault(step + 1, self._here(self._waiting))
         self._positions.pop(step - _KEPT, None)
         return Window(
@@ -281,7 +281,7 @@ class StreamAdmission:
         """Where the documents were read that are known and still to be released: epoch, part, ordinal, int64[k]."""
         rows = self.items.rows
         waits = np.isin(rows.number, number_of(self._waiting))
-        known = rows.take(waits | ((rows.number >= number_of(np.int64(self._edge))) & (rows.pieces > 0)))
+        known = rows.take(waits | ((rows.number >= number_of(self._edge)) & (rows.pieces > 0)))
         return known.epoch, known.part, known.ordinal
 
     def num_steps(self, epoch: int) -> int:

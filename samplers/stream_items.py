@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ from .items import TOO_LONG
 FAILED = -1
 """Tokens of a document that could not be read, where that is no error."""
 NEVER = np.iinfo(np.int64).max
+Numbers = TypeVar("Numbers", int, Int64)
 _PIECE_BITS = 20  # with 33 bits of documents an item is still exact as a JSON number anywhere
 
 
@@ -35,13 +37,13 @@ def item_of(number: int, piece: int) -> int:
     return number << _PIECE_BITS | piece
 
 
-def number_of(items: Int64) -> Int64:
-    """Documents of items, int64[k]."""
+def number_of(items: Numbers) -> Numbers:
+    """Document of an item, or of items int64[k]."""
     return items >> _PIECE_BITS
 
 
-def piece_of(items: Int64) -> Int64:
-    """Which piece of its document each item is, int64[k]."""
+def piece_of(items: Numbers) -> Numbers:
+    """Which piece of its document an item is, or items int64[k]."""
     return items & ((1 << _PIECE_BITS) - 1)
 
 
@@ -162,7 +164,7 @@ class StreamItems:
                 f"part {new.part[at]} has {tokens[0]}: raise max_tokens_per_rank or cp, or choose too_long='drop', 'truncate' "
                 f"or 'split'"
             )
-        pieces[long] = {"drop": 0, "truncate": 1, "split": -(-tokens // self.capacity)}[self.too_long]
+        pieces[long] = {"drop": 0 * tokens, "truncate": 0 * tokens + 1}.get(self.too_long, -(-tokens // self.capacity))
         if pieces.max() >= 1 << _PIECE_BITS:
             raise ValueError(
                 f"a document is split into fewer than {1 << _PIECE_BITS} pieces of {self.capacity} tokens; document "
@@ -173,7 +175,7 @@ class StreamItems:
     def behind(self, item: int) -> Int64:
         """All known items from this one on, in order, int64[k]."""
         rows = self.rows
-        at = int(np.searchsorted(rows.number, number_of(np.int64(item))))
+        at = int(np.searchsorted(rows.number, number_of(item)))
         number, pieces = rows.number[at:], rows.pieces[at:]
         end = np.cumsum(pieces)
         nth = np.arange(end[-1] if len(end) else 0) - np.repeat(end - pieces, pieces)
