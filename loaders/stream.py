@@ -174,13 +174,10 @@ def _check_repeatable(dataset: Any) -> None:
     waiting = [dataset._ex_iterable]
     while waiting:
         node = waiting.pop()
-        seed = getattr(getattr(getattr(node, "generator", None), "bit_generator", None), "seed_seq", None)
-        if (
-            isinstance(getattr(seed, "entropy", None), int) and seed.entropy >= 1 << 64
-        ):  # what numpy draws if given no seed
-            raise ValueError(
-                "the dataset is shuffled without a seed, in another order on each rank: use shuffle(seed=…)"
-            )
+        drawn = getattr(getattr(getattr(node, "generator", None), "bit_generator", None), "seed_seq", None)
+        seed = getattr(drawn, "entropy", None)
+        if isinstance(seed, int) and seed >= 1 << 64:  # what numpy draws if it is given none
+            raise ValueError("the dataset is shuffled without a seed, otherwise on each rank: use shuffle(seed=…)")
         waiting += [node.ex_iterable] if hasattr(node, "ex_iterable") else getattr(node, "ex_iterables", [])
 
 
