@@ -31,7 +31,12 @@ _HOMES = {
     "attend": "attention.executor",
     "register_attention": "attention.hf",
     "BalancedLoader": "loaders.loader",
+    "Shapes": "loaders.shapes",
     "PlannedDataset": "loaders.dataset",
+    "Mixture": "loaders.mixture",
+    "TokenFile": "loaders.token_files",
+    "open_source": "loaders.paths",
+    "pack_dataset": "loaders.pack_dataset",
     "ThdBatch": "loaders.batch",
     "ThdCollator": "loaders.collate",
 }

@@ -124,6 +124,11 @@ class Recipe:
         """Whether packing may cut a document that fits."""
         return self.pack in ("concat", "chunks")
 
+    @property
+    def slow(self) -> bool:
+        """Whether planning a step takes seconds rather than milliseconds: a MILP does."""
+        return isinstance(self.options, FlexSp) and self.options.solver != "greedy"
+
     def longest(self, cluster: Cluster) -> int:
         """Tokens of the longest document that this recipe can take whole."""
         if self.place == "chunkflow":

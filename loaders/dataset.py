@@ -2,7 +2,8 @@
 
 For a HF ``Dataset`` tokens are read straight from the Arrow buffers: a document is a slice of a memory-mapped array, no
 token becomes a Python object and only the pages that a rank's shard covers are touched. Any other map-style dataset is
-asked for its rows (``__getitems__`` where it has one); a row is a mapping of columns, or the token ids alone.
+asked for its rows (``__getitems__`` where it has one); a row is a mapping of columns, or the token ids alone. Token files,
+tar shards and mixtures are a ``Source``: they know their lengths without reading and give rows by columns.
 
     >>> data = PlannedDataset([[1, 2, 3], [4, 5]])
     >>> data.rows([1, 0])["input_ids"]
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -25,24 +26,51 @@ from ..samplers.plan import MicroBatch
 Rows = dict[str, list[Any]]
 
 
+ON_ERROR = ("raise", "skip")
+SKIPPED = "__skipped__"  # beside the columns of rows: why a document is not among them
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A map-style dataset that knows its lengths and gives rows by columns; it pickles small, to go to workers."""
+
+    @property
+    def column_names(self) -> list[str]:
+        """``input_ids``, ``labels`` where there are any (unshifted, -100 masked), and what else a document has."""
+
+    def __len__(self) -> int: ...
+
+    def lengths(self) -> Lengths:
+        """The length index; reads no token."""
+
+    def rows(self, documents: list[int]) -> Rows:
+        """Columns of these documents: 1-D arrays (one per document) or one scalar per document."""
+
+
 class PlannedDataset(Dataset):
     """Wraps a map-style dataset for a ``DataLoader`` driven by a ``BalancedBatchSampler``.
 
-    ``targets`` names a column with each document's number of targets: it belongs to the index, not to the batches.
+    Args:
+        targets: names a column with each document's number of targets: it belongs to the index, not to the batches.
+        on_error: a document that cannot be read, or whose values cannot be trained on, is an error (``raise``) or left out
+            of the loss (``skip``: its place is filled, and ``batch.skipped`` tells).
     """
 
-    def __init__(self, dataset: Any, *, targets: str | None = None) -> None:
-        if not hasattr(dataset, "__getitem__"):
+    def __init__(self, dataset: Any, *, targets: str | None = None, on_error: str = "raise") -> None:
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise ValueError(
-                f"a map-style dataset with __getitem__ is needed; got {type(dataset).__name__}: materialise a stream first"
+                f"a map-style dataset with __getitem__ and __len__ is needed; got {type(dataset).__name__}: hand a stream to "
+                f"BalancedLoader as Stream.of(…), or materialise it first"
             )
-        self.dataset, self.targets = dataset, targets
+        if on_error not in ON_ERROR:
+            raise ValueError(f"on_error must be one of {', '.join(ON_ERROR)}; got {on_error!r}")
+        self.dataset, self.targets, self.on_error = dataset, targets, on_error
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def lengths(self, group: str | None = None) -> Lengths:
-        """The length index: from Arrow offsets; any other dataset is read once, a document at a time."""
+        """The length index: from a source, from Arrow offsets; any other dataset is read once, a document at a time."""
         if hasattr(self.dataset, "data") and hasattr(self.dataset, "column_names"):
             return Lengths.from_dataset(self.dataset, targets=self.targets, group=group)
         named = self.targets or group
@@ -51,25 +79,59 @@ class PlannedDataset(Dataset):
                 f"{named!r} names a column of a HF Dataset; this is a {type(self.dataset).__name__}: pass "
                 f"lengths=Lengths(tokens=…, targets=…, group=…) instead"
             )
-        measured = (self.rows([document])["input_ids"][0] for document in range(len(self)))
-        return Lengths.from_array(np.fromiter((len(ids) for ids in measured), np.int64, len(self)))
+        if isinstance(self.dataset, Source):
+            return self.dataset.lengths()
+        return Lengths.from_array(np.fromiter(map(self._measured, range(len(self))), np.int64, len(self)))
+
+    def _measured(self, document: int) -> int:
+        ids = self.readable([document])["input_ids"][0]
+        return 0 if ids is None else len(ids)
 
     @cached_property
     def has_labels(self) -> bool:
         """Whether documents bring a column of labels, which may mask some targets."""
         names = getattr(self.dataset, "column_names", None)
-        return "labels" in (self.rows([0]) if names is None else names)
+        if names is None:
+            known = (self.readable([document]) for document in range(len(self)))
+            names = next((rows for rows in known if SKIPPED not in rows), {})
+        return "labels" in names
 
     def __getstate__(self) -> dict:
-        return {"dataset": self.dataset, "targets": self.targets}  # Arrow readers are rebuilt in the worker
+        # Arrow readers are rebuilt in the worker.
+        return {"dataset": self.dataset, "targets": self.targets, "on_error": self.on_error}
 
     def __getitems__(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, Rows]]:
         """torch's batched fetch: each spec with the whole documents of its spans; a filler brings its template."""
         fetched = []
         for micro_batch in micro_batches:
             document = micro_batch.spans.document
-            fetched.append((micro_batch, self.rows(np.where(document < 0, micro_batch.template, document).tolist())))
+            tokens = np.where(document < 0, -1, micro_batch.document_tokens)
+            numbers = np.where(document < 0, micro_batch.template, document).tolist()
+            fetched.append((micro_batch, self.readable(numbers, tokens.tolist())))
         return fetched
+
+    def readable(self, documents: list[int], tokens: list[int] | None = None) -> Rows:
+        """``rows``; with ``on_error="skip"`` None in the columns of what cannot be read or trained on, which ``SKIPPED``
+        tells why. ``tokens``: what the index says of each; -1: nothing."""
+        if self.on_error == "raise":
+            return self.rows(documents)
+        read: list[Rows | str] = [
+            self._row_or_reason(document, -1 if tokens is None else tokens[at]) for at, document in enumerate(documents)
+        ]
+        names = next((list(row) for row in read if not isinstance(row, str)), ["input_ids"])
+        for at, row in enumerate(read):
+            if not isinstance(row, str) and set(row) != set(names):
+                read[at] = f"its columns are {sorted(row)}, others have {sorted(names)}"
+        reasons = {document: row for document, row in zip(documents, read, strict=True) if isinstance(row, str)}
+        rows: Rows = {name: [None if isinstance(row, str) else row[name][0] for row in read] for name in names}
+        return {**rows, SKIPPED: reasons} if reasons else rows  # type: ignore[dict-item]
+
+    def _row_or_reason(self, document: int, tokens: int) -> Rows | str:
+        try:
+            row = self.rows([document])
+        except Exception as error:  # whatever it is, it concerns this document alone
+            return f"{type(error).__name__}: {error}"
+        return fault({name: values[0] for name, values in row.items()}, tokens) or row
 
     def __getitem__(self, index: Any) -> Any:
         raise TypeError(
@@ -85,10 +147,12 @@ class PlannedDataset(Dataset):
         """Columns of these documents: 1-D arrays (one per document) or one scalar per document."""
         if self._arrow is not None:
             return self._arrow.rows(documents)
+        if isinstance(self.dataset, Source):
+            return self.dataset.rows(documents)
         if hasattr(self.dataset, "__getitems__"):
             rows = self.dataset.__getitems__(documents)
         else:
-            rows = [self.dataset[document] for document in documents]
+            rows = [self._row(document) for document in documents]
         rows = [row if isinstance(row, Mapping) else {"input_ids": row} for row in rows]
         for document, row in zip(documents, rows, strict=True):
             if set(row) != set(rows[0]):
@@ -97,6 +161,35 @@ class PlannedDataset(Dataset):
                     f"document {document} has {sorted(row)}"
                 )
         return {name: [_value(row[name]) for row in rows] for name in rows[0] if name != self.targets}
+
+    def _row(self, document: int) -> Any:
+        try:
+            return self.dataset[document]
+        except ValueError:
+            raise
+        except Exception as error:
+            raise RuntimeError(f"document {document} could not be read: {type(error).__name__}: {error}") from error
+
+
+def fault(row: Mapping[str, Any], tokens: int = -1) -> str | None:
+    """Why a document cannot be trained on; None if it can. ``tokens``: what the index says; -1: nothing.
+
+    >>> fault({"input_ids": np.array([1.0, float("nan")])})
+    'its token ids are float64, not integers'
+    """
+    ids = row.get("input_ids")
+    if not isinstance(ids, np.ndarray) or ids.ndim != 1:
+        return f"its token ids must be a 1-D array; got {'nothing' if ids is None else np.shape(ids)}"
+    if ids.dtype.kind not in "iu":
+        return f"its token ids are {ids.dtype}, not integers"
+    if ids.dtype.kind == "i" and ids.size and ids.min() < 0:
+        return f"it holds the token id {ids.min()}, below 0"
+    if tokens not in (-1, len(ids)):
+        return f"it has {len(ids)} tokens, but {tokens} in the length index"
+    for name, value in row.items():
+        if isinstance(value, np.ndarray) and value.shape != ids.shape:
+            return f"column {name!r} has shape {value.shape} beside {len(ids)} tokens"
+    return None
 
 
 def _value(value: Any) -> Any:

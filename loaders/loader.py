@@ -8,14 +8,19 @@
                 model(**batch.to_hf()).loss.backward()
             optimizer.step()
 
-torch's ``DataLoader`` does workers, pinning, prefetch and timeouts; planning, fetching and the exchange of target counts
-run in one background thread, ``ahead`` micro-batches before training (numba kernels release the GIL).
+torch's ``DataLoader`` does workers, pinning, prefetch and timeouts. Steps are planned ``plan_ahead`` of them before they are
+fetched, and a background thread fetches and agrees ``ahead`` micro-batches before training (numba kernels release the GIL);
+``loader.waiting`` tells how long the trainer waited all the same. A job keeps one file, ``loader.save(path)``, and goes on
+from it with any number of ranks and workers: ``loader.load(path)``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import weakref
+from collections.abc import Iterable, Iterator
 from itertools import islice
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,12 +29,17 @@ from torch.utils.data import DataLoader
 
 from ..packing.cost import CostModel, moments_of
 from ..packing.lengths import Lengths
-from ..samplers.batch_sampler import BalancedBatchSampler
-from .ahead import Agreement, Pump
+from ..samplers.batch_sampler import BalancedBatchSampler, Planner, Solver
+from ..samplers.order import Window
+from ..samplers.plan import StepPlan
+from .ahead import Agreement, Gate, Pump, Waiting
 from .batch import ThdBatch
 from .collate import ThdCollator
 from .dataset import PlannedDataset
-from .mesh import coordinates, cpu_group
+from .mesh import Place, coordinates, cpu_group
+from .planning import PlanAhead, Share
+from .shapes import Shapes
+from .state_file import read_state, save_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,19 +52,25 @@ class BalancedLoader:
     """Iterates this rank's micro-batches of an epoch; equally many on every rank, never an empty one.
 
     Args:
-        dataset: HF ``Dataset`` with a column ``input_ids`` (and optionally ``labels``, unshifted, -100 = masked), or any
-            map-style dataset of such rows.
+        dataset: HF ``Dataset`` with a column ``input_ids`` (and optionally ``labels``, unshifted, -100 = masked), any
+            map-style dataset of such rows, or a ``Source``: ``TokenFile``, ``TarShards``, ``Mixture``.
         recipe: from ``equipoise.recipe(name)``.
         max_tokens_per_rank: hard cap of tokens on one rank in one micro-batch.
         documents_per_step, tokens_per_step, packs_per_step: global size of an optimizer step; exactly one.
         dp, cp, rank: the mesh and this process in it, ``rank = replica * cp + cp_rank``; or ``mesh``, a ``DeviceMesh`` with
-            any of the axes dp, cp and others (ranks that differ in those others get the same batches).
+            any of the axes dp, cp and others (ranks that differ in those others, tp and pp, get the same batches).
         lengths: length index; default: read from the dataset (Arrow offsets; else every document is measured once).
         targets: column with the number of targets of each document (int). Without it they follow from the lengths, or,
             where the dataset has ``labels``, are all-reduced on a CPU group ahead of training.
         group_key: column whose equal values keep documents together in one pack (answers to one prompt, a DPO pair).
+        on_error: what a document that cannot be read or trained on is: an error (``raise``), or left out of the loss on all
+            ranks (``skip``: listed in ``loader.skipped``; its place in the pack is filled).
         num_workers, prefetch_factor, pin_memory, timeout: torch ``DataLoader``'s; ``timeout`` bounds every wait, seconds.
         ahead: micro-batches that the background thread may hold ready.
+        plan_ahead: steps that may be planned before they are fetched.
+        planning_processes: that plan, for recipes whose solver takes its time; 0: a thread; None: as the recipe needs.
+        share_planning: ranks plan steps in turn and tell each other through torch.distributed's store; else each plans all.
+        shapes: sizes that are the same in every micro-batch, see ``Shapes``; ``pad_to`` then is the cap.
         check_every: the plan's digest is compared across ranks at the first step and every so many.
         group: a CPU (gloo) process group over the dp x cp ranks that nothing else uses; default: made here if
             torch.distributed runs.
@@ -80,11 +96,16 @@ class BalancedLoader:
         lengths: Lengths | None = None,
         targets: str | None = None,
         group_key: str | None = None,
+        on_error: str = "raise",
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
         timeout: float = 300.0,
         ahead: int = 4,
+        plan_ahead: int = 2,
+        planning_processes: int | None = None,
+        share_planning: bool = False,
+        shapes: Shapes | None = None,
         check_every: int = 100,
         group: dist.ProcessGroup | None = None,
         slots: int | None = None,
@@ -101,19 +122,21 @@ class BalancedLoader:
         restart_positions: bool = False,
         refit: bool = False,
     ) -> None:
-        place = coordinates(mesh, dp, cp, rank)
-        self.dataset = PlannedDataset(dataset, targets=targets)
+        self._place = place = coordinates(mesh, dp, cp, rank)
+        self.dataset = PlannedDataset(dataset, targets=targets, on_error=on_error)
         if lengths is None:
             lengths = self.dataset.lengths(group_key)
         elif group_key is not None:
             raise ValueError("group_key names a column to read; with lengths= give Lengths(group=…) instead")
         elif len(lengths) != len(self.dataset):
             raise ValueError(f"the length index has {len(lengths)} documents, the dataset {len(self.dataset)}")
-        count_targets = lengths.targets is not None or not self.dataset.has_labels
+        self.shapes = shapes or Shapes()
+        self.shapes.check_rule(recipe.shard, pad_tp, place.cp)
+        counted = lengths.targets is not None or not self.dataset.has_labels
         self.sampler = BalancedBatchSampler(
             lengths,
             recipe,
-            max_tokens_per_rank=max_tokens_per_rank,
+            max_tokens_per_rank=_cap(max_tokens_per_rank, self.shapes),
             dp=place.dp,
             cp=place.cp,
             rank=place.rank,
@@ -131,30 +154,46 @@ class BalancedLoader:
             cost=cost,
             speeds=speeds,
             pad_tp=pad_tp,
-            count_targets=count_targets,
+            count_targets=counted and on_error == "raise",
         )
         if ahead < 1 or check_every < 1:
             raise ValueError(f"ahead and check_every must be at least 1; got {ahead} and {check_every}")
+        if refit and not isinstance(self.sampler.cost, CostModel):
+            raise ValueError("refit=True needs a CostModel, whose coefficients it fits; got a callable cost")
         self._ahead, self._timeout = ahead, timeout
         self._agreement = Agreement(
-            group=group or cpu_group(place, timeout), num_ranks=place.dp * place.cp, every=check_every
+            group=group or self._own_group(place),
+            num_ranks=place.dp * place.cp,
+            every=check_every,
+            skip=on_error == "skip",
         )
+        processes = 2 * recipe.slow if planning_processes is None else planning_processes
+        self._planning = PlanAhead(
+            steps=plan_ahead, processes=processes, share=_share(place) if share_planning else None, timeout=timeout
+        )
+        self.sampler.planner = _checked(self._planning, self.shapes)
         self._loader: DataLoader = DataLoader(
             self.dataset,
             batch_sampler=self.sampler,
-            collate_fn=ThdCollator(recipe, restart_positions=restart_positions),
+            collate_fn=ThdCollator(recipe, restart_positions=restart_positions, shapes=self.shapes),
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
             timeout=timeout if num_workers else 0,
             persistent_workers=num_workers > 0,
         )
-        if refit and not isinstance(self.sampler.cost, CostModel):
-            raise ValueError("refit=True needs a CostModel, whose coefficients it fits; got a callable cost")
+        self.skipped: dict[int, str] = {}  # documents that could not be read, and why
         self._refit, self._moments, self._observed_epoch = refit, np.zeros(5), 0
-        self._state = self.sampler.state(0, 0, 0, 1, None)
+        self._state = self.sampler.state_dict()
         self._resumed = self._at_end = False
         self._pump: Pump | None = None
+
+    def _own_group(self, place: Place) -> dist.ProcessGroup | None:
+        """A CPU group of this loader's, gone with it."""
+        group = cpu_group(place, self._timeout)
+        if group is not None:
+            weakref.finalize(self, _destroy, group, os.getpid()).atexit = False
+        return group
 
     @property
     def epoch(self) -> int:
@@ -174,7 +213,7 @@ class BalancedLoader:
         """Read this epoch next: from its beginning, or from where a loaded state stands if it is that epoch's."""
         if not (self._resumed and epoch == self.epoch):
             self.sampler.set_epoch(epoch)
-            self._state = self.sampler.state(int(epoch), 0, 0, 1, None)
+            self._state = self.sampler.state_dict()
         self._at_end = False
 
     def __iter__(self) -> Iterator[ThdBatch]:
@@ -186,20 +225,24 @@ class BalancedLoader:
             self.set_epoch(self.epoch + 1)
         elif not self._resumed:
             self.set_epoch(self.epoch)
-        self.close()
+        self._stop()
         if self._refit and self.epoch != self._observed_epoch and not self._resumed:
             assert isinstance(self.sampler.cost, CostModel)
             self.sampler.refit(self._agreement.refit(self.sampler.cost, self._moments))
             self._moments[:] = 0
-            self._state = self.sampler.state(self.epoch, 0, 0, 1, None)
+            self._state = self.sampler.state_dict()
         self._observed_epoch = self.epoch
         self.sampler.load_state_dict(self._state)
         self._resumed = False
-        self._pump = Pump(self._loader, agreement=self._agreement, ahead=self._ahead, timeout=self._timeout)
+        self._pump = Pump(self._batches, agreement=self._agreement, ahead=self._ahead, timeout=self._timeout)
         for batch in self._pump:
             self._state = batch.state()
+            self.skipped.update(batch.skipped)
             yield batch
         self._at_end = True
+
+    def _batches(self, gate: Gate) -> Iterable[ThdBatch]:
+        return self._loader
 
     def steps(self) -> Iterator[Iterator[ThdBatch]]:
         """Optimizer steps of the epoch, each an iterator over its micro-batches, which must be read to its end."""
@@ -218,26 +261,48 @@ class BalancedLoader:
         """Tell what a micro-batch took on this rank, forward and backward; with ``refit=True`` the next epoch plans by it."""
         self._moments += moments_of(batch.pairs, batch.input_ids.numel(), seconds)
 
-    def close(self) -> None:
-        """End the background thread of an iteration that was broken off; the loader can be iterated again."""
+    @property
+    def waiting(self) -> Waiting:
+        """How long the trainer waited in the iteration that is under way, or was last."""
+        return Waiting() if self._pump is None else self._pump.waiting
+
+    def _stop(self) -> None:
         if self._pump is not None:
             self._pump.stop()
-            self._pump = None
+
+    def close(self) -> None:
+        """End the background thread, workers and planning processes, also of an iteration that was broken off; the loader
+        can be iterated again."""
+        try:
+            self._stop()  # first: exchanges that were permitted need their plans
+        finally:
+            self._planning.close()
+            self._loader._iterator = None  # persistent workers end with it
 
     def state_dict(self) -> dict:
         """Where training stands: behind the last micro-batch that was yielded. Small, global, plain JSON."""
         return dict(self._state)
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a saved state; ValueError names what differs if it belongs to another configuration.
+        """Continue from a saved state, also on other ranks, with another cap, recipe or step size: a warning says then what
+        becomes of the global batches. ValueError where other documents, or another order, were read.
 
         The state behind an epoch's last micro-batch continues with the next epoch, unless ``set_epoch`` asks for its own
         epoch again: then nothing of it is left.
         """
         self.sampler.load_state_dict(state)
-        self._state = dict(state)
+        self._state = self.sampler.state_dict()
         self._resumed = True
-        self._at_end = self.sampler.admission.window(state["epoch"], state["step"]) is None
+        self._at_end = self.sampler.at_end
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the state to a file, whole or not at all; all ranks may call it, rank 0 of the job writes."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            save_state(self.state_dict(), path)
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Continue from a file of ``save``. ValueError if it is truncated, changed or of another kind."""
+        self.load_state_dict(read_state(path))
 
     def describe(self) -> str:
         """What is read and how, in a few lines."""
@@ -250,6 +315,48 @@ class BalancedLoader:
         )
 
     __str__ = describe
+
+
+def _cap(max_tokens_per_rank: int, shapes: Shapes) -> int:
+    """The most tokens that a rank may be planned to hold."""
+    if shapes.pad_to is not None and shapes.pad_to > max_tokens_per_rank:
+        raise ValueError(
+            f"a rank may hold {max_tokens_per_rank} tokens, padding counted; got pad_to={shapes.pad_to}: raise "
+            f"max_tokens_per_rank or lower pad_to"
+        )
+    return shapes.pad_to or max_tokens_per_rank
+
+
+def _share(place: Place) -> Share | None:
+    """The job's store and this rank's turn; None for one rank alone."""
+    if place.dp * place.cp == 1:
+        return None
+    if not dist.is_initialized():
+        raise ValueError(
+            "share_planning=True needs torch.distributed, whose store carries the plans: initialise it first"
+        )
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    if place.planes is not None:  # ranks that differ in other axes plan the same steps, each plane for itself
+        plane = next(at for at, ranks in enumerate(place.planes) if dist.get_rank() in ranks)
+        store = dist.PrefixStore(f"equipoise plane {plane}", store)
+    return Share(store=store, rank=place.rank, world=place.dp * place.cp)
+
+
+def _checked(planning: PlanAhead, shapes: Shapes) -> Planner:
+    """Plans ahead, each held against the shapes that were asked for."""
+
+    def plans(windows: Iterable[Window], solver: Solver) -> Iterator[tuple[StepPlan, float]]:
+        for plan, seconds in planning(windows, solver):
+            shapes.check_plan(np.diff(plan.packs.offsets), plan.padded, plan.cp_size)
+            yield plan, seconds
+
+    return plans
+
+
+def _destroy(group: dist.ProcessGroup, owner: int) -> None:
+    """Not in a worker, which inherits the loader by fork and may collect it."""
+    if os.getpid() == owner and dist.is_initialized():
+        dist.destroy_process_group(group)
 
 
 def _chain(first: ThdBatch, rest: Iterator[ThdBatch]) -> Iterator[ThdBatch]:

@@ -1,13 +1,14 @@
 """Where this process stands in the dp x cp plane, and the CPU group that spans it.
 
 All randomness and every plan are keyed by these coordinates, so ranks that differ only in other axes (tp, pp) get the
-same batches.
+same batches. A mesh may have any of the axes dp (or several that begin with ``dp_``, as HSDP has) and cp, and any others.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -27,7 +28,7 @@ class Place:
 
 
 def coordinates(mesh: DeviceMesh | None, dp: int | None, cp: int | None, rank: int | None) -> Place:
-    """From a mesh with axes named dp and/or cp, or from numbers. Raises ValueError for both, neither or no such axis."""
+    """From a mesh with named axes, or from numbers. Raises ValueError for both, neither or a mesh without names."""
     if mesh is None:
         if dp is None:
             raise ValueError("say where this process stands: give dp= (and cp=, rank=), or mesh=")
@@ -40,15 +41,20 @@ def coordinates(mesh: DeviceMesh | None, dp: int | None, cp: int | None, rank: i
         return Place(dp=dp, cp=cp or 1, rank=rank)
     if dp is not None or cp is not None or rank is not None:
         raise ValueError(f"give mesh= or dp=, cp=, rank=, not both; got mesh and dp={dp}, cp={cp}, rank={rank}")
-    names = mesh.mesh_dim_names or ()
-    if "dp" not in names and "cp" not in names:
-        raise ValueError(f"the mesh needs an axis named 'dp' or 'cp'; it has {names or 'no names'}")
-    sizes = [mesh.size(names.index(name)) if name in names else 1 for name in ("dp", "cp")]
-    at = [mesh.get_local_rank(name) if name in names else 0 for name in ("dp", "cp")]
-    plane = [names.index(name) for name in ("dp", "cp") if name in names]
-    others = [axis for axis in range(len(names)) if axis not in plane]
-    planes = mesh.mesh.permute(*others, *plane).reshape(-1, sizes[0] * sizes[1])
-    return Place(dp=sizes[0], cp=sizes[1], rank=at[0] * sizes[1] + at[1], planes=tuple(map(tuple, planes.tolist())))
+    if not mesh.mesh_dim_names:
+        raise ValueError("the mesh needs names for its axes, such as ('dp', 'cp'); it has none")
+    names = mesh.mesh_dim_names
+    replicas = [axis for axis, name in enumerate(names) if name == "dp" or name.startswith("dp_")]
+    groups = [axis for axis, name in enumerate(names) if name == "cp"]
+    others = [axis for axis in range(len(names)) if axis not in replicas + groups]
+    shape = [mesh.size(axis) for axis in replicas + groups]
+    at = [mesh.get_local_rank(names[axis]) for axis in replicas + groups]
+    plane = 0
+    for size, coordinate in zip(shape, at, strict=True):
+        plane = plane * size + coordinate
+    sizes = [prod(mesh.size(axis) for axis in axes) for axes in (replicas, groups)]
+    planes = mesh.mesh.permute(*others, *replicas, *groups).reshape(-1, sizes[0] * sizes[1])
+    return Place(dp=sizes[0], cp=sizes[1], rank=plane, planes=tuple(map(tuple, planes.tolist())))
 
 
 def cpu_group(place: Place, timeout: float) -> dist.ProcessGroup | None:

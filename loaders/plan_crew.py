@@ -79,16 +79,21 @@ class Crew:
     """The threads that solve, each with a planning process of its own if there are any."""
 
     def __init__(self, processes: int) -> None:
-        self._processes, self.pid = processes, os.getpid()
+        self._processes, self._pid = processes, os.getpid()
         self._queue: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._planners: list[_Planner] = []
 
+    @property
+    def here(self) -> bool:
+        """Whether this is the process that it was made or last started in, not a fork of it."""
+        return self._pid == os.getpid()
+
     def start(self) -> None:
         """Make sure that they run; processes follow with the first step that they get."""
-        if self._threads and self.pid == os.getpid():
+        if self._threads and self.here:  # a fork inherits neither threads nor processes
             return
-        self.pid, self._queue = os.getpid(), queue.SimpleQueue()
+        self._pid, self._queue = os.getpid(), queue.SimpleQueue()
         self._planners = [_Planner() for _ in range(self._processes)]
         self._threads = [
             # Daemons, so that a solver that hangs does not keep the interpreter from ending.

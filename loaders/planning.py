@@ -19,7 +19,6 @@ Cost: a planning process starts in a third of a second, once; a step of 512 docu
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -153,8 +152,8 @@ class PlanAhead:
 
 
 def _end(iterations: list[_Iteration], crew: Crew) -> None:
-    if crew.pid != os.getpid():
-        return  # a fork has inherited us, but neither threads nor processes
+    if not crew.here:  # a worker that was forked may collect what it inherited
+        return
     for iteration in list(iterations):
         iteration.end()
     crew.end()

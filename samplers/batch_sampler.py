@@ -29,7 +29,8 @@ from ..packing.queues import WlbQueues
 from .carry import QueuedAdmission
 from .groups import GroupedItems
 from .items import Items
-from .order import Admission, Shuffled, StepSize, Window
+from .mixture import MixedOrder
+from .order import Admission, Order, Shuffled, StepSize, Window
 from .plan import Cluster, MicroBatch, StepPlan
 from .resume import (
     STATE_VERSION,
@@ -161,10 +162,9 @@ class BalancedBatchSampler:
         self._rest: Window | None = None  # what was left of a step under way, for another cluster
 
     def _admit(self) -> Admission | QueuedAdmission:
-        opening = self.items.longest_item if self.order == "largest_first" else None
         admission = Admission(
             items=self.items,
-            order=Shuffled(size=len(self.items), seed=self.seed, shuffle=self.shuffle, opening=opening),
+            order=self._stream_order(),
             step_size=self.step_size,
             capacity=self.recipe.longest(self.cluster),
             seed=self.seed,
@@ -175,6 +175,17 @@ class BalancedBatchSampler:
             return admission
         assert isinstance(self.recipe.options, WlbQueues)
         return QueuedAdmission(base=admission, queues=self.recipe.options, cluster=self.cluster, cost=self.cost)
+
+    def _stream_order(self) -> Order:
+        blend, first = self.items.lengths.blend, self.order == "largest_first"
+        if blend is None:
+            opening = self.items.longest_item if first else None
+            return Shuffled(size=len(self.items), seed=self.seed, shuffle=self.shuffle, opening=opening)
+        if first:
+            raise ValueError(
+                "order='largest_first' opens with the longest document, and a mixture has an order of its own"
+            )
+        return MixedOrder(items=self.items, blend=blend, seed=self.seed, shuffle=self.shuffle)
 
     def _configuration(self) -> dict:
         """All that the plans follow from, as plain JSON: compared when a state or a plan is loaded, and in the digest."""
@@ -195,6 +206,7 @@ class BalancedBatchSampler:
             "capacity": self.items.capacity,
             "queued": self.queued,
             "lengths": f"{_digest_of(lengths)} of {len(lengths)}",
+            "blend": lengths.blend and repr(lengths.blend),
         }
 
     def _digest_of_config(self) -> int:

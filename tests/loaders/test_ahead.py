@@ -103,23 +103,34 @@ def test_a_mesh_gives_tp_peers_the_same_batches(ranks) -> None:
     assert [row[1] for row in told] == [0, 1] * 4
 
 
-def mesh_errors(rank: int, world: int) -> list[str]:
-    errors = []
+def on_other_meshes(rank: int, world: int) -> list:
+    seen: list = []
+    for shape, names in (((4,), ("tp",)), ((2, 2), ("pp", "cp")), ((2, 2), ("dp_replicate", "dp_shard"))):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        loader = BalancedLoader(
+            ROWS, recipe("vrsp", attend="none"), mesh=mesh, max_tokens_per_rank=48, documents_per_step=16, timeout=50
+        )
+        batch = next(iter(loader))
+        loader.close()
+        seen.append((loader.sampler.cluster.dp, loader.sampler.cluster.cp, batch.cp_rank, batch.documents.tolist()))
     for mesh, options in (
-        (init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), {}),
-        (init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), {"dp": 2}),
+        (init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)), {"dp": 2}),
+        (init_device_mesh("cpu", (world,)), {}),
     ):
         try:
             BalancedLoader(ROWS, recipe("static"), mesh=mesh, max_tokens_per_rank=48, documents_per_step=16, **options)
         except ValueError as error:
-            errors.append(str(error))
-    return errors
+            seen.append(str(error))
+    return seen
 
 
-def test_a_mesh_without_our_axes_is_refused(ranks) -> None:
-    first, second = ranks.run(mesh_errors, 2)[0]
-    assert "needs an axis named 'dp' or 'cp'; it has ('tp',)" in first
-    assert "give mesh= or dp=, cp=, rank=, not both" in second
+def test_a_mesh_may_have_any_axes(ranks) -> None:
+    """Only dp (or HSDP's dp_…) and cp tell ranks apart; without them all get the same batches."""
+    told = ranks.run(on_other_meshes, 4)
+    assert [row[0] for row in told] == [(1, 1, 0, told[0][0][3])] * 4
+    assert [row[1][:3] for row in told] == [(1, 2, 0), (1, 2, 1)] * 2
+    assert [row[2][:3] for row in told] == [(4, 1, 0)] * 4 and len({str(row[2][3]) for row in told}) == 4
+    assert "give mesh= or dp=, cp=, rank=, not both" in told[0][3] and "needs names for its axes" in told[0][4]
 
 
 def observed(rank: int, world: int) -> tuple:
