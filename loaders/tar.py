@@ -1,0 +1,251 @@
+"""TarShards: the documents of indexed tar shards, read by offset, so that any rank reads exactly its own.
+
+Documents are numbered over all shards in the order of the index (``tar_index.py``), which is mapped: ten million cost a process
+the pages that it touches. Payload is read with ``pread`` and never mapped: a shard that was cut short in the middle of an epoch
+is an error that names the document, not a bus error. Documents that lie close are fetched by one read and are slices of it.
+
+    index_shards(shards, "shards.arrow")
+    source = TarShards("shards.arrow")
+    source.rows([7, 0])["input_ids"]                  # two arrays, of the types that the shards hold
+
+Costs when opened: one pass over the index for its checksum, one over its offsets. It pickles as its path, its checksum and
+eight bytes per shard.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property, lru_cache
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from numba import njit
+
+from ..packing.lengths import Lengths
+from ..packing.packs import Int64
+from .tar_map import ITEM_BYTES, TarMap
+from .tar_members import ARRAYS, TEXTS, format_of, text_columns
+from .tar_read import Buffers, Handle, read_range
+
+MAX_OPEN = 64
+"""Shards that one TarShards holds open."""
+AHEAD = 32
+"""Reads of which the kernel is told at once; fewer than MAX_OPEN, for each may be of another shard."""
+GAP = 1 << 14
+"""Bytes between two documents that are read along with them, to save a read."""
+RUN = 1 << 20
+"""Bytes after which a new read begins."""
+
+
+class TarShards:
+    """A map-style source over an index that ``index_shards`` made.
+
+    Raises ValueError where the index is damaged or of another version, and where a shard is missing or has another size. A
+    shard that changes after that is a ValueError when it is read, naming shard, document and key.
+    """
+
+    def __init__(self, index: str | PathLike[str]) -> None:
+        self.path = os.path.abspath(index)
+        self._checksum: str | None = None
+        self._mtimes: Int64 | None = None
+        self._handle, self._buffers = lru_cache(MAX_OPEN)(Handle), Buffers(RUN)
+        self._checksum = self._index.checksum
+        self._mtimes = self._index.check()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "_checksum": self._checksum, "_mtimes": self._mtimes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._handle, self._buffers = lru_cache(MAX_OPEN)(Handle), Buffers(RUN)
+
+    @cached_property
+    def _index(self) -> TarMap:
+        return TarMap.read(self.path, self._checksum)
+
+    def close(self) -> None:
+        """Close the shards and let go of the index; both are opened again when they are needed."""
+        self._handle.cache_clear()
+        self.__dict__.pop("_index", None)
+
+    def __len__(self) -> int:
+        return len(self._index.tokens)
+
+    @property
+    def column_names(self) -> list[str]:
+        """``input_ids`` and the other columns."""
+        return list(self._index.columns)
+
+    def lengths(self) -> Lengths:
+        """The length index: views of the mapped file."""
+        return Lengths(tokens=self._index.tokens, source=self.path)
+
+    def keys(self, documents: Sequence[int]) -> list[str]:
+        """The webdataset keys of these documents."""
+        return self._index.keys.take(pa.array(self._checked(documents))).to_pylist()
+
+    def describe(self) -> str:
+        """One line: documents, tokens, shards, bytes, columns, and the files that belong to no sample."""
+        return self._index.describe()
+
+    def __getitem__(self, document: int) -> dict[str, Any]:
+        """The columns of one document."""
+        number = operator.index(document)
+        return {name: values[0] for name, values in self.rows([number + len(self) if number < 0 else number]).items()}
+
+    def rows(self, documents: Sequence[int]) -> dict[str, list[Any]]:
+        """Columns of these documents: a 1-D array per document, which may share its buffer with others, or one value each.
+
+        Read in the order in which they lie in the shards, whatever the order asked for.
+        """
+        index, numbers = self._index, self._checked(documents)
+        if not len(numbers):
+            return {name: [] for name in index.columns}
+        values = self._fetch(numbers)
+        rows: dict[str, list[Any]] = {}
+        for at, (extension, name) in enumerate(zip(index.extensions, index.names, strict=True)):
+            held = values[at :: len(index.extensions)]
+            if format_of(extension) not in TEXTS:
+                rows[name] = held
+                continue
+            parsed = [self._parsed(number, at, value) for number, value in zip(numbers.tolist(), held, strict=True)]
+            rows |= {column: [each[column] for each in parsed] for column in index.made[at]}
+        return {name: rows[name] for name in index.columns}
+
+    def _checked(self, documents: Sequence[int]) -> Int64:
+        numbers = np.asarray(documents, dtype=np.int64)
+        outside = (numbers < 0) | (numbers >= len(self))
+        if outside.any():
+            raise IndexError(f"documents are numbered 0 … {len(self) - 1}; got {numbers[outside][0]}")
+        return numbers
+
+    def _parsed(self, document: int, at: int, data: npt.NDArray[np.uint8]) -> dict[str, Any]:
+        index = self._index
+        extension = index.extensions[at]
+        try:
+            values = text_columns(data.tobytes(), format_of(extension), index.names[at])
+            if set(values) != set(index.made[at]):
+                raise ValueError(f"it holds {', '.join(values)}, and held {', '.join(index.made[at])}")
+        except ValueError as error:
+            raise self._changed(document, f"its {extension} member is not what it was ({error})") from error
+        return values
+
+    def _changed(self, document: int, what: str) -> ValueError:
+        shard = self._index.shards[self._index.shard[document]]
+        return ValueError(
+            f"{shard.path}: document {document} (key {self.keys([document])[0]!r}) cannot be read, {what}: the shard was changed "
+            f"since it was indexed; index it anew"
+        )
+
+    def _fetch(self, documents: Int64) -> list[npt.NDArray[Any]]:
+        """The data of the m members of each of k documents: m · k arrays, document after document."""
+        index, order = self._index, None
+        shard, offset, size, kind = index.located(documents)
+        runs, cuts, traits = _runs(shard, offset, size, kind)
+        if traits & _UNSORTED:
+            order = np.lexsort((offset, shard))
+            shard, offset, size, kind = shard[order], offset[order], size[order], kind[order]
+            runs, cuts, traits = _runs(shard, offset, size, kind)
+        start, stop, kinds = cuts[0].tolist(), cuts[1].tolist(), kind.tolist() if traits else [int(kind[0])]
+        values: list[npt.NDArray[Any]] = []
+        for begin, end, first, last, _ in self._announced(runs.tolist(), shard):
+            buffer = self._buffers.take(last - first)
+            try:
+                read_range(self._opened(int(shard[begin])), first, buffer)
+            except (ValueError, OSError) as error:
+                at = np.arange(begin, end) if order is None else order[begin:end]
+                ends = offset[begin:end] + size[begin:end]
+                raise self._unread(documents[at // len(index.extensions)], ends, error) from error
+            if traits:
+                values += _slices(buffer, start[begin:end], stop[begin:end], kinds[begin:end])
+            else:
+                view = _as_type(buffer, kinds[0])
+                values += [view[a:b] for a, b in zip(start[begin:end], stop[begin:end], strict=True)]
+        return values if order is None else _reordered(values, order)
+
+    def _announced(self, runs: list[list[int]], shard: npt.NDArray[np.int32]) -> Iterator[list[int]]:
+        """The runs, some ahead told to the kernel if they lie apart: it fetches them side by side where they are not in memory."""
+        for at in range(0, len(runs), AHEAD):
+            batch = runs[at : at + AHEAD]
+            apart = [run for run in batch if run[4]]
+            for begin, _, first, last, _ in apart if len(apart) > 1 else ():
+                with suppress(ValueError, OSError):  # it will be told when the run is read
+                    self._opened(int(shard[begin])).announce(first, last - first)
+            yield from batch
+
+    def _opened(self, shard: int) -> Handle:
+        """The shard, which was checked when it was opened."""
+        held = self._index.shards[shard]
+        assert self._mtimes is not None
+        return self._handle(held.path, held.size, int(self._mtimes[shard]))
+
+    def _unread(self, documents: Int64, ends: Int64, error: Exception) -> ValueError:
+        """What to say where a run could not be read: the first document whose bytes are not there, or the first of all."""
+        path = self._index.shards[self._index.shard[documents[0]]].path
+        left = os.path.getsize(path) if os.path.exists(path) else 0
+        beyond = np.flatnonzero(ends > left)
+        return self._changed(int(documents[beyond[0] if len(beyond) else 0]), str(error))
+
+
+# What is particular about the members of a fetch.
+_UNSORTED, _MIXED = 1, 2
+
+
+@njit(nogil=True, cache=True)
+def _runs(shard, offset, size, kind):
+    """What is read at once, of n members sorted by place: (runs int64[r, 5]: the first, past the last, first byte, past the last,
+    whether it lies apart from the run before; cuts int64[2, n]: where each begins and ends in its run, in values, or in bytes if
+    types are mixed; traits).
+
+    A first byte is a multiple of 64, as are the places of numpy's arrays in a tar: so slices of the buffer are aligned.
+    """
+    n = len(offset)
+    runs, cuts = np.empty((n, 5), np.int64), np.empty((2, n), np.int64)
+    item, r, traits = ITEM_BYTES[kind[0]], -1, 0
+    for i in range(n):
+        if kind[i] != kind[0] or offset[i] % item:
+            item, traits = np.int64(1), _MIXED
+    for i in range(n):
+        if i and (shard[i] < shard[i - 1] or (shard[i] == shard[i - 1] and offset[i] < offset[i - 1])):
+            return runs[:0], cuts, traits | _UNSORTED
+        apart = i == 0 or shard[i] != shard[i - 1] or offset[i] - runs[r, 3] > GAP
+        if apart or offset[i] // RUN != offset[i - 1] // RUN:
+            r += 1
+            runs[r, 0], runs[r, 2], runs[r, 3], runs[r, 4] = i, offset[i] // 64 * 64, offset[i], apart
+        runs[r, 1], runs[r, 3] = i + 1, max(runs[r, 3], offset[i] + size[i])
+        cuts[0, i] = (offset[i] - runs[r, 2]) // item
+        cuts[1, i] = cuts[0, i] + size[i] // item
+    return runs[: r + 1], cuts, traits
+
+
+def _slices(
+    buffer: npt.NDArray[np.uint8], start: list[int], stop: list[int], kind: list[int]
+) -> list[npt.NDArray[Any]]:
+    """buffer[start:stop] as arrays of the types CODES[kind]; copied where an npy header of odd size left them unaligned."""
+    values = []
+    for a, b, code in zip(start, stop, kind, strict=True):
+        held = buffer[a:b]
+        values.append(_as_type(held if a % ITEM_BYTES[code] == 0 else held.copy(), code))
+    return values
+
+
+def _as_type(buffer: npt.NDArray[np.uint8], code: int) -> npt.NDArray[Any]:
+    """The whole values of type CODES[code] that the buffer holds; its bytes for texts."""
+    if code >= len(ARRAYS):
+        return buffer
+    item = int(ITEM_BYTES[code])
+    return buffer[: len(buffer) // item * item].view(ARRAYS[code])
+
+
+def _reordered(values: list[Any], order: Int64) -> list[Any]:
+    """values[i] at place order[i]."""
+    placed: list[Any] = [None] * len(values)
+    for at, value in zip(order.tolist(), values, strict=True):
+        placed[at] = value
+    return placed

@@ -1,0 +1,79 @@
+"""Reading a range of a file: the one function that reads payload, the open file, and the memory that is read into.
+
+Everything that knows of descriptors is here, so that another kind of file (fsspec's) needs another ``Handle`` and
+``read_range`` and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_BUFFERS = 64
+"""Free buffers that are kept."""
+
+
+class Handle:
+    """An open shard, closed when nothing holds it any more."""
+
+    def __init__(self, path: str, size: int, mtime_ns: int) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        now = os.fstat(self.descriptor)
+        if (now.st_size, now.st_mtime_ns) != (size, mtime_ns):
+            raise ValueError(
+                f"it had {size} bytes, modified at {mtime_ns} ns, when the source was opened, and has {now.st_size}, modified at "
+                f"{now.st_mtime_ns} ns"
+            )
+
+    def announce(self, offset: int, size: int) -> None:
+        """Tell the kernel that these bytes will be read soon, where it can be told."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+
+    def __del__(self, close: Any = os.close) -> None:
+        if hasattr(self, "descriptor"):
+            close(self.descriptor)
+
+
+def read_range(handle: Handle, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
+    """Fill buffer (uint8[size]) with the bytes from ``offset`` on: the one place where payload is read.
+
+    Raises ValueError where the file ends before.
+    """
+    done, size = 0, len(buffer)
+    while done < size:  # a read may stop early, at 2 GiB or for a signal
+        more = os.preadv(handle.descriptor, [buffer.data[done:]], offset + done)
+        if more == 0:
+            raise ValueError(f"{size} bytes are due at byte {offset}, and the file has {done}")
+        done += more
+
+
+class Buffers:
+    """Memory for runs, used again once nobody holds an array in it: fresh pages cost more than what is read into them."""
+
+    def __init__(self, usual: int) -> None:
+        self._room = usual + usual // 4  # most runs end a little behind their usual size
+        self._free: deque[bytearray] = deque()
+
+    def take(self, size: int) -> npt.NDArray[np.uint8]:
+        """uint8[size], uninitialised."""
+        if not self._room // 4 <= size <= self._room:
+            return np.empty(size, np.uint8)
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = bytearray(self._room)
+        buffer = np.frombuffer(memory, np.uint8, size)
+        # Every array in the buffer refers to this one, however it was cut and viewed, so its end is theirs.
+        weakref.finalize(buffer, _give_back, self._free, memory).atexit = False
+        return buffer
+
+
+def _give_back(free: deque[bytearray], memory: bytearray) -> None:
+    if len(free) < MAX_BUFFERS:
+        free.append(memory)
