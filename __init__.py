@@ -34,6 +34,7 @@ _HOMES = {
     "Shapes": "loaders.shapes",
     "PlannedDataset": "loaders.dataset",
     "Mixture": "loaders.mixture",
+    "Stream": "loaders.stream",
     "TokenFile": "loaders.token_files",
     "open_source": "loaders.paths",
     "pack_dataset": "loaders.pack_dataset",

@@ -17,7 +17,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -248,6 +248,9 @@ class Pump:
             self._offer("end", None)
         except BaseException as error:  # the trainer's thread must see it, whatever it is
             self._offer("error", error)
+        finally:
+            if isinstance(self._source, Generator):  # what it holds is let go here, not when it is collected
+                self._source.close()
 
     def _offer(self, kind: str, value: Any) -> None:
         while not self._gate.left:

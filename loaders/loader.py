@@ -32,6 +32,7 @@ from ..packing.lengths import Lengths
 from ..samplers.batch_sampler import BalancedBatchSampler, Planner, Solver
 from ..samplers.order import Window
 from ..samplers.plan import StepPlan
+from ..samplers.unindexed import Unindexed
 from .ahead import Agreement, Gate, Pump, Waiting
 from .batch import ThdBatch
 from .collate import ThdCollator
@@ -40,6 +41,8 @@ from .mesh import Place, coordinates, cpu_group
 from .planning import PlanAhead, Share
 from .shapes import Shapes
 from .state_file import read_state, save_state
+from .stream import Stream
+from .stream_feed import StreamFeed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,7 +56,8 @@ class BalancedLoader:
 
     Args:
         dataset: HF ``Dataset`` with a column ``input_ids`` (and optionally ``labels``, unshifted, -100 = masked), any
-            map-style dataset of such rows, or a ``Source``: ``TokenFile``, ``TarShards``, ``Mixture``.
+            map-style dataset of such rows, a ``Source`` (``TokenFile``, ``TarShards``, ``Mixture``), or a ``Stream``, which has
+            no index: its documents come in its own order, whatever ``shuffle``, and only reading tells how many there are.
         recipe: from ``equipoise.recipe(name)``.
         max_tokens_per_rank: hard cap of tokens on one rank in one micro-batch.
         documents_per_step, tokens_per_step, packs_per_step: global size of an optimizer step; exactly one.
@@ -65,6 +69,7 @@ class BalancedLoader:
         group_key: column whose equal values keep documents together in one pack (answers to one prompt, a DPO pair).
         on_error: what a document that cannot be read or trained on is: an error (``raise``), or left out of the loss on all
             ranks (``skip``: listed in ``loader.skipped``; its place in the pack is filled).
+        buffer_bytes: that a stream may read ahead on this rank.
         num_workers, prefetch_factor, pin_memory, timeout: torch ``DataLoader``'s; ``timeout`` bounds every wait, seconds.
         ahead: micro-batches that the background thread may hold ready.
         plan_ahead: steps that may be planned before they are fetched.
@@ -97,6 +102,7 @@ class BalancedLoader:
         targets: str | None = None,
         group_key: str | None = None,
         on_error: str = "raise",
+        buffer_bytes: int = 256 << 20,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
@@ -122,19 +128,36 @@ class BalancedLoader:
         restart_positions: bool = False,
         refit: bool = False,
     ) -> None:
-        self._place = place = coordinates(mesh, dp, cp, rank)
-        self.dataset = PlannedDataset(dataset, targets=targets, on_error=on_error)
-        if lengths is None:
-            lengths = self.dataset.lengths(group_key)
-        elif group_key is not None:
-            raise ValueError("group_key names a column to read; with lengths= give Lengths(group=…) instead")
-        elif len(lengths) != len(self.dataset):
-            raise ValueError(f"the length index has {len(lengths)} documents, the dataset {len(self.dataset)}")
+        place = coordinates(mesh, dp, cp, rank)
+        self._ahead, self._timeout = ahead, timeout
+        if ahead < 1 or check_every < 1:
+            raise ValueError(f"ahead and check_every must be at least 1; got {ahead} and {check_every}")
+        group = group or self._own_group(place)
+        self._feed: StreamFeed | None = None
+        self._planned: PlannedDataset | None = None
+        index: Lengths | Unindexed
+        if isinstance(dataset, Stream):
+            if lengths is not None or targets is not None or group_key is not None:
+                raise ValueError(
+                    "a stream has no index: lengths=, targets= and group_key= are for datasets that have one"
+                )
+            self._feed = StreamFeed(
+                dataset,
+                group=group,
+                num_workers=num_workers,
+                buffer_bytes=buffer_bytes,
+                timeout=timeout,
+                on_error=on_error,
+            )
+            index, counted = Unindexed(more=self._feed.more, num_parts=dataset.num_parts), True
+        else:
+            self._planned = PlannedDataset(dataset, targets=targets, on_error=on_error)
+            index = _index(self._planned, lengths, group_key)
+            counted = (index.targets is not None or not self._planned.has_labels) and on_error == "raise"
         self.shapes = shapes or Shapes()
         self.shapes.check_rule(recipe.shard, pad_tp, place.cp)
-        counted = lengths.targets is not None or not self.dataset.has_labels
         self.sampler = BalancedBatchSampler(
-            lengths,
+            index,
             recipe,
             max_tokens_per_rank=_cap(max_tokens_per_rank, self.shapes),
             dp=place.dp,
@@ -154,38 +177,38 @@ class BalancedLoader:
             cost=cost,
             speeds=speeds,
             pad_tp=pad_tp,
-            count_targets=counted and on_error == "raise",
+            count_targets=counted,
         )
-        if ahead < 1 or check_every < 1:
-            raise ValueError(f"ahead and check_every must be at least 1; got {ahead} and {check_every}")
         if refit and not isinstance(self.sampler.cost, CostModel):
             raise ValueError("refit=True needs a CostModel, whose coefficients it fits; got a callable cost")
-        self._ahead, self._timeout = ahead, timeout
         self._agreement = Agreement(
-            group=group or self._own_group(place),
+            group=group,
             num_ranks=place.dp * place.cp,
             every=check_every,
-            skip=on_error == "skip",
+            skip=on_error == "skip" and self._feed is None,  # a stream's ranks tell each other before they plan
         )
         processes = 2 * recipe.slow if planning_processes is None else planning_processes
         self._planning = PlanAhead(
             steps=plan_ahead, processes=processes, share=_share(place) if share_planning else None, timeout=timeout
         )
         self.sampler.planner = _checked(self._planning, self.shapes)
-        self._loader: DataLoader = DataLoader(
-            self.dataset,
-            batch_sampler=self.sampler,
-            collate_fn=ThdCollator(recipe, restart_positions=restart_positions, shapes=self.shapes),
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
-            timeout=timeout if num_workers else 0,
-            persistent_workers=num_workers > 0,
-        )
-        self.skipped: dict[int, str] = {}  # documents that could not be read, and why
+        self._collator = ThdCollator(recipe, restart_positions=restart_positions, shapes=self.shapes)
+        self._loader: DataLoader | None = None
+        if self._planned is not None:
+            self._loader = DataLoader(
+                self._planned,
+                batch_sampler=self.sampler,
+                collate_fn=self._collator,
+                num_workers=num_workers,
+                prefetch_factor=prefetch_factor,
+                pin_memory=pin_memory,
+                timeout=timeout if num_workers else 0,
+                persistent_workers=num_workers > 0,
+            )
+        self._skipped: dict[int, str] = {}
         self._refit, self._moments, self._observed_epoch = refit, np.zeros(5), 0
         self._state = self.sampler.state_dict()
-        self._resumed = self._at_end = False
+        self._resumed = self._at_end = self._asked = False
         self._pump: Pump | None = None
 
     def _own_group(self, place: Place) -> dist.ProcessGroup | None:
@@ -202,7 +225,7 @@ class BalancedLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of the current epoch, exact."""
+        """Optimizer steps of the current epoch, exact; TypeError for a stream."""
         return self.sampler.admission.num_steps(self.epoch)
 
     def __len__(self) -> int:
@@ -212,20 +235,22 @@ class BalancedLoader:
     def set_epoch(self, epoch: int) -> None:
         """Read this epoch next: from its beginning, or from where a loaded state stands if it is that epoch's."""
         if not (self._resumed and epoch == self.epoch):
+            self._stop()
             self.sampler.set_epoch(epoch)
             self._state = self.sampler.state_dict()
-        self._at_end = False
+        self._at_end, self._asked = False, True
 
     def __iter__(self) -> Iterator[ThdBatch]:
         """Micro-batches from the current epoch's beginning, or from a loaded state.
 
         After an epoch was read to its end the next iteration reads the next one; an iteration broken off starts over.
         """
+        self._stop()
         if self._at_end:
             self.set_epoch(self.epoch + 1)
         elif not self._resumed:
             self.set_epoch(self.epoch)
-        self._stop()
+        resumed = self._resumed
         if self._refit and self.epoch != self._observed_epoch and not self._resumed:
             assert isinstance(self.sampler.cost, CostModel)
             self.sampler.refit(self._agreement.refit(self.sampler.cost, self._moments))
@@ -236,13 +261,23 @@ class BalancedLoader:
         self._resumed = False
         self._pump = Pump(self._batches, agreement=self._agreement, ahead=self._ahead, timeout=self._timeout)
         for batch in self._pump:
-            self._state = batch.state()
-            self.skipped.update(batch.skipped)
+            self._state, resumed = batch.state(), False
+            self._skipped.update(batch.skipped)
             yield batch
         self._at_end = True
+        if resumed and self._feed is not None and not self._asked:  # it was saved behind the stream's last micro-batch
+            yield from self
 
     def _batches(self, gate: Gate) -> Iterable[ThdBatch]:
+        if self._feed is not None:
+            return self._feed.batches(self.sampler, self._collator, gate)
+        assert self._loader is not None
         return self._loader
+
+    @property
+    def skipped(self) -> dict[Any, str]:
+        """Documents that could not be read or trained on, and why: by number, of a stream by (epoch, part, ordinal)."""
+        return dict(self._skipped) if self._feed is None else dict(self._feed.failed)
 
     def steps(self) -> Iterator[Iterator[ThdBatch]]:
         """Optimizer steps of the epoch, each an iterator over its micro-batches, which must be read to its end."""
@@ -277,7 +312,10 @@ class BalancedLoader:
             self._stop()  # first: exchanges that were permitted need their plans
         finally:
             self._planning.close()
-            self._loader._iterator = None  # persistent workers end with it
+            if self._feed is not None:
+                self._feed.close()
+            if self._loader is not None:
+                self._loader._iterator = None  # persistent workers end with it
 
     def state_dict(self) -> dict:
         """Where training stands: behind the last micro-batch that was yielded. Small, global, plain JSON."""
@@ -290,9 +328,10 @@ class BalancedLoader:
         The state behind an epoch's last micro-batch continues with the next epoch, unless ``set_epoch`` asks for its own
         epoch again: then nothing of it is left.
         """
+        self._stop()
         self.sampler.load_state_dict(state)
         self._state = self.sampler.state_dict()
-        self._resumed = True
+        self._resumed, self._asked = True, False
         self._at_end = self.sampler.at_end
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -315,6 +354,17 @@ class BalancedLoader:
         )
 
     __str__ = describe
+
+
+def _index(dataset: PlannedDataset, lengths: Lengths | None, group_key: str | None) -> Lengths:
+    """The length index that was given, or what the dataset tells."""
+    if lengths is None:
+        return dataset.lengths(group_key)
+    if group_key is not None:
+        raise ValueError("group_key names a column to read; with lengths= give Lengths(group=…) instead")
+    if len(lengths) != len(dataset):
+        raise ValueError(f"the length index has {len(lengths)} documents, the dataset {len(dataset)}")
+    return lengths
 
 
 def _cap(max_tokens_per_rank: int, shapes: Shapes) -> int:

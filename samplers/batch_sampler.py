@@ -41,11 +41,15 @@ from .resume import (
     stand,
     warning,
 )
+from .stream import StreamAdmission
+from .stream_items import StreamItems
+from .unindexed import Unindexed
 
 if TYPE_CHECKING:
     from ..recipes import Recipe
     from .solve import Cost
 
+ONCE = "all_exhausted_without_replacement"
 ORDERS = ("shuffle", "preserve", "largest_first")
 
 
@@ -78,7 +82,7 @@ class BalancedBatchSampler:
     """Yields this rank's micro-batches of an epoch, as ``[MicroBatch]``.
 
     Args:
-        lengths: the length index of the dataset.
+        lengths: the length index of the dataset; ``Unindexed`` where a stream has none, which comes in its own order.
         recipe: from ``equipoise.recipe(name)``.
         max_tokens_per_rank: hard cap of tokens on one rank in one micro-batch.
         dp, cp, rank: the mesh, and this process in it: ``rank = replica * cp + cp_rank``.
@@ -101,7 +105,7 @@ class BalancedBatchSampler:
 
     def __init__(
         self,
-        lengths: Lengths,
+        lengths: Lengths | Unindexed,
         recipe: Recipe,
         *,
         max_tokens_per_rank: int,
@@ -142,12 +146,17 @@ class BalancedBatchSampler:
         recipe.check_cluster(self.cluster)
         if order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
+        if evaluation and isinstance(lengths, Lengths) and lengths.blend and lengths.blend.exhausted != ONCE:
+            raise ValueError(
+                f"evaluation reads every document once, and a mixture with exhausted={lengths.blend.exhausted!r} does not: use "
+                f"exhausted={ONCE!r}"
+            )
         if packs_per_step is not None and not recipe.one_size:
             raise ValueError(
                 f"packs_per_step counts packs of one size, and recipe {recipe.name!r} makes them of any: give "
                 f"documents_per_step or tokens_per_step"
             )
-        self.recipe, self.rank, self.order, self.step_size = recipe, rank, order, step_size
+        self.index, self.recipe, self.rank, self.order, self.step_size = lengths, recipe, rank, order, step_size
         self.cost = cost or CostModel.of(SEVEN_B, Hardware(peak_flops=400e12, efficiency=1.0))
         self.seed, self.shuffle, self.last = seed, shuffle and not evaluation, "partial" if evaluation else last
         self.queued = isinstance(recipe.options, WlbQueues) and recipe.options.max_delay > 0 and not evaluation
@@ -161,35 +170,39 @@ class BalancedBatchSampler:
         self._first_targets: int | None = None
         self._rest: Window | None = None  # what was left of a step under way, for another cluster
 
-    def _admit(self) -> Admission | QueuedAdmission:
-        admission = Admission(
-            items=self.items,
-            order=self._stream_order(),
-            step_size=self.step_size,
-            capacity=self.recipe.longest(self.cluster),
-            seed=self.seed,
-            last=self.last,
-            count_targets=self.count_targets,
-        )
+    def _admit(self) -> Admission | StreamAdmission | QueuedAdmission:
+        admission: Admission | StreamAdmission
+        if isinstance(self.index, Unindexed):
+            assert isinstance(self.items, StreamItems)
+            if self.order == "largest_first":
+                raise ValueError("order='largest_first' opens with the longest document, and a stream's is not known")
+            admission = StreamAdmission(
+                items=self.items,
+                more=self.index.more,
+                num_parts=self.index.num_parts,
+                step_size=self.step_size,
+                seed=self.seed,
+                last=self.last,
+            )
+        else:
+            assert not isinstance(self.items, StreamItems)
+            admission = Admission(
+                items=self.items,
+                order=_order(self.items, self.order == "largest_first", self.seed, self.shuffle),
+                step_size=self.step_size,
+                capacity=self.recipe.longest(self.cluster),
+                seed=self.seed,
+                last=self.last,
+                count_targets=self.count_targets,
+            )
         if not self.queued:
             return admission
         assert isinstance(self.recipe.options, WlbQueues)
         return QueuedAdmission(base=admission, queues=self.recipe.options, cluster=self.cluster, cost=self.cost)
 
-    def _stream_order(self) -> Order:
-        blend, first = self.items.lengths.blend, self.order == "largest_first"
-        if blend is None:
-            opening = self.items.longest_item if first else None
-            return Shuffled(size=len(self.items), seed=self.seed, shuffle=self.shuffle, opening=opening)
-        if first:
-            raise ValueError(
-                "order='largest_first' opens with the longest document, and a mixture has an order of its own"
-            )
-        return MixedOrder(items=self.items, blend=blend, seed=self.seed, shuffle=self.shuffle)
-
     def _configuration(self) -> dict:
         """All that the plans follow from, as plain JSON: compared when a state or a plan is loaded, and in the digest."""
-        cluster, lengths = asdict(self.cluster), self.items.lengths
+        cluster = asdict(self.cluster)
         probe = cost_units(self.cost, np.array([0, 10**8]), np.array([10**4, 10**4])).tolist()
         return {
             "recipe": repr(self.recipe),
@@ -198,15 +211,15 @@ class BalancedBatchSampler:
             "speeds": cluster["speeds"] and list(cluster["speeds"]),
             **{name: value for name, value in asdict(self.step_size).items() if value is not None},
             "seed": self.seed,
-            "shuffle": self.shuffle,
+            "shuffle": self.shuffle and isinstance(self.index, Lengths),
             "order": self.order,
             "opening": self.order == "largest_first",
             "last": self.last,
             "too_long": self.items.too_long,
             "capacity": self.items.capacity,
             "queued": self.queued,
-            "lengths": f"{_digest_of(lengths)} of {len(lengths)}",
-            "blend": lengths.blend and repr(lengths.blend),
+            "lengths": _told(self.index),
+            "blend": repr(self.index.blend) if isinstance(self.index, Lengths) and self.index.blend else None,
         }
 
     def _digest_of_config(self) -> int:
@@ -340,7 +353,8 @@ class BalancedBatchSampler:
     @property
     def at_end(self) -> bool:
         """Whether nothing of the epoch is left."""
-        return self._rest is None and self.admission.window(self.epoch, self.first_step) is None
+        known = isinstance(self.index, Lengths)  # of a stream only reading tells
+        return known and self._rest is None and self.admission.window(self.epoch, self.first_step) is None
 
     def load_state_dict(self, state: dict) -> None:
         """Continue behind the micro-batch whose ``state()`` this is, also with another cluster, recipe or step size.
@@ -367,29 +381,53 @@ class BalancedBatchSampler:
 
     def _recut(self, capacity: int) -> None:
         """Cut and leave out documents as a run with this capacity did. ValueError where what it could hold does not fit."""
-        if capacity == self.items.capacity:
+        stream = isinstance(self.index, Unindexed)
+        if capacity == self.items.capacity or (stream and self.items.too_long == "error"):
             return
         limit = self.recipe.longest(self.cluster)
-        items = _items(self.items.lengths, self.recipe, self.cluster, self.items.too_long, capacity)
-        if alike(items, self.items):
+        items = _items(self.index, self.recipe, self.cluster, self.items.too_long, capacity)
+        if not stream and alike(items, self.items):
             return
-        if items.longest > limit:
+        longest = capacity if stream else items.longest
+        if longest > limit:
             raise ValueError(
-                f"the saved run holds documents or pieces of up to {items.longest} tokens, and a pack has room for {limit} "
-                f"now: raise max_tokens_per_rank or cp"
+                f"the saved run holds documents or pieces of up to {longest} tokens, and a pack has room for {limit} now: "
+                f"raise max_tokens_per_rank or cp"
             )
         self.items = items
         self.admission, self.config = self._admit(), {**self.config, "capacity": capacity}
         self._config_digest = self._digest_of_config()
 
 
-def _items(lengths: Lengths, recipe: Recipe, cluster: Cluster, too_long: str, capacity: int) -> Items | GroupedItems:
+def _items(
+    lengths: Lengths | Unindexed, recipe: Recipe, cluster: Cluster, too_long: str, capacity: int
+) -> Items | GroupedItems | StreamItems:
     """What can be admitted under this recipe. Raises ValueError where recipe and groups do not fit."""
+    multiple = int(cluster.multiple(cluster.cp)) if recipe.one_size else 1
+    if isinstance(lengths, Unindexed):
+        return StreamItems(capacity=capacity, too_long=too_long, multiple=multiple)
     if lengths.group is not None and recipe.cuts:
         raise ValueError(f"recipe {recipe.name!r} cuts documents, and documents of a group stay together and whole")
-    multiple = int(cluster.multiple(cluster.cp)) if recipe.one_size else 1
     items = Items.of(lengths, capacity=capacity, too_long=too_long, multiple=multiple)
     return items if lengths.group is None else GroupedItems.of(items)
+
+
+def _order(items: Items | GroupedItems, longest_first: bool, seed: int, shuffle: bool) -> Order:
+    """The endless stream of these items."""
+    blend = items.lengths.blend
+    if blend is None:
+        opening = items.longest_item if longest_first else None
+        return Shuffled(size=len(items), seed=seed, shuffle=shuffle, opening=opening)
+    if longest_first:
+        raise ValueError("order='largest_first' opens with the longest document, and a mixture has an order of its own")
+    return MixedOrder(items=items, blend=blend, seed=seed, shuffle=shuffle)
+
+
+def _told(index: Lengths | Unindexed) -> str:
+    """What tells one index from another; of a stream its parts."""
+    if isinstance(index, Unindexed):
+        return f"stream of {index.num_parts} parts"
+    return f"{_digest_of(index)} of {len(index)}"
 
 
 def _digest_of(lengths: Lengths) -> str:

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..packing.lengths import Lengths
 from ..packing.packs import Spans
 from ..packing.queues import WlbQueues
 from .carry import Held, QueuedAdmission
 from .groups import GroupedItems
 from .items import Items
 from .order import Window, key_of
+from .stream_items import StreamItems
 
 if TYPE_CHECKING:
     from .batch_sampler import BalancedBatchSampler
@@ -41,7 +43,7 @@ _SPANS = ("document", "start", "stop", "pairs")
 def check_state(state: object) -> None:
     """Raises ValueError unless this is a whole state of this version."""
     keys = set(state) if isinstance(state, dict) else set()
-    if keys < STATE_KEYS or not isinstance(state, dict) or state["version"] != STATE_VERSION:
+    if not isinstance(state, dict) or not keys >= STATE_KEYS or state["version"] != STATE_VERSION:
         version = state.get("version") if isinstance(state, dict) else type(state).__name__
         raise ValueError(
             f"a state of version {STATE_VERSION} is needed; this one has version {version!r} and lacks "
@@ -109,6 +111,11 @@ def stand(sampler: BalancedBatchSampler, state: dict, *, anew: bool) -> Stand:
         rest, position, held = _left_of_step(sampler, state, rest)
         step = state["step"] + 1  # also where fillers alone were left
     if len(held.items) and not sampler.queued:
+        if isinstance(sampler.items, StreamItems):
+            raise ValueError(
+                f"the saved run holds {len(held.items)} documents of the stream back, which only queues can release: resume "
+                f"with a recipe that has them, or from the beginning of an epoch"
+            )
         spans, targets, _ = sampler.items.spans(held.items)
         known = int(targets.sum()) if sampler.count_targets and targets is not None else None
         if rest is not None:
@@ -141,9 +148,23 @@ def _left_of_step(sampler: BalancedBatchSampler, state: dict, rest: Window | Non
     queued = before.admission if isinstance(before.admission, QueuedAdmission) else None
     return (
         _step_of(sampler, state, plan.packs.spans.take(np.flatnonzero(left)), num_targets) if left.any() else None,
-        before.admission.position(epoch, step + 1),
+        _behind(before, state, plan.packs.spans.take(np.flatnonzero(left))),
         queued.held(epoch, step + 1) if queued else Held.nothing(),
     )
+
+
+def _behind(before: BalancedBatchSampler, state: dict, left: Spans) -> Any:
+    """Where the step behind the one under way begins; of a stream what is left of this one must be read again too."""
+    position = before.admission.position(state["epoch"], state["step"] + 1)
+    if not isinstance(position, dict):
+        return position
+    pieces = np.unique(np.stack([left.document, left.start // before.items.capacity]), axis=1).T
+    behind = {name: position[name] for name in ("edge", "counts", "columns")}
+    return {
+        **state["position"],
+        **behind,
+        "held": sorted(map(list, {*map(tuple, position["held"]), *map(tuple, pieces.tolist())})),
+    }
 
 
 def _check_under_way(sampler: BalancedBatchSampler, state: dict) -> None:
@@ -183,7 +204,7 @@ def _as_saved(sampler: BalancedBatchSampler, state: dict) -> BalancedBatchSample
         "too_long",
     )
     before = type(sampler)(
-        sampler.items.lengths,
+        sampler.index,
         sampler.recipe,
         **{name: saved[name] for name in names},
         **{name: saved[name] for name in SIZES if name in saved},
@@ -198,7 +219,7 @@ def _as_saved(sampler: BalancedBatchSampler, state: dict) -> BalancedBatchSample
 
 def _step_of(sampler: BalancedBatchSampler, state: dict, spans: Spans, num_targets: int | None) -> Window:
     """A step of these spans, under the number of the state's; documents of one group stay together."""
-    group = sampler.items.lengths.group
+    group = sampler.index.group if isinstance(sampler.index, Lengths) else None
     if group is not None:
         spans = spans.take(np.argsort(np.asarray(group)[spans.document], kind="stable"))
         atom = np.cumsum(np.diff(np.asarray(group)[spans.document], prepend=group[spans.document[0]]) != 0)
