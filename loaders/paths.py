@@ -1,4 +1,4 @@
-"""open_source: a source of documents from a path, told apart by its name and never by guessing at its bytes.
+"""open_source: a source of documents from a path, told apart by its name.
 
     loader = BalancedLoader(open_source("corpus/*.parquet"), recipe("wlb"), …)
 
@@ -7,7 +7,7 @@
 | ``.parquet``; ``.jsonl``, ``.json``, ``.ndjson``, also compressed (``.gz``, ``.bz2``, ``.xz``, ``.zst``) | ``datasets``, once, into its cache |
 | ``.arrow``, a folder of ``save_to_disk`` | ``datasets``, mapped where it lies |
 | ``PREFIX`` of Megatron's ``PREFIX.bin``, ``PREFIX.idx`` | ``TokenFile.megatron``, mapped where it lies |
-| ``.index``, written by ``equipoise index`` | ``TarShards`` |
+| an index of tar shards, ``.index`` or ``.arrow``, written by ``equipoise index`` | ``TarShards`` |
 
 Tables have a column ``input_ids`` of integer lists; what is null or ragged in any column is refused here, by name, before a
 step is planned. That costs a look at offsets and validity bits, not at tokens. Only files of this machine are read.
@@ -29,10 +29,11 @@ from .dataset import PlannedDataset
 from .mapped import Path
 
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".ndjson": "json", ".arrow": "arrow"}
+INDEX_MARK = b"equipoise"  # key in the schema of an index, which is an Arrow file too
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 UNDERSTOOD = (
     "Parquet (.parquet), JSON lines (.jsonl, .json, .ndjson; also .gz, .bz2, .xz, .zst), Arrow (.arrow), a folder written by "
-    "save_to_disk, PREFIX of Megatron's PREFIX.bin and PREFIX.idx, or an index (.index) written by `equipoise index`; raw ids "
+    "save_to_disk, PREFIX of Megatron's PREFIX.bin and PREFIX.idx, or an index (.index, .arrow) written by `equipoise index`; raw ids "
     "are opened by TokenFile.npy and TokenFile.raw, which take their offsets"
 )
 
@@ -97,7 +98,7 @@ def _kind(path: str) -> str:
             raise ValueError(
                 f"{path} holds several splits; open one of {', '.join(os.path.join(path, s) for s in splits)}"
             )
-    elif suffix == ".index":
+    elif suffix == ".index" or (suffix == ".arrow" and _is_index(path)):
         return "tar"
     elif suffix in COMPRESSED:
         inner = READERS.get(os.path.splitext(stem)[1])
@@ -106,6 +107,13 @@ def _kind(path: str) -> str:
     elif suffix in READERS:
         return READERS[suffix]
     raise ValueError(f"{path} is of no kind that is understood, which are {UNDERSTOOD}")
+
+
+def _is_index(path: str) -> bool:
+    try:
+        return INDEX_MARK in (pa.ipc.open_file(pa.memory_map(path)).schema.metadata or {})
+    except pa.ArrowInvalid:  # a stream, or broken: whoever reads it will tell
+        return False
 
 
 def _table(kind: str, files: list[str], columns: list[str] | None) -> Any:

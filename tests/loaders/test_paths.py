@@ -17,8 +17,11 @@ import pytest
 from datasets import Dataset, DatasetDict
 from equipoise import BalancedLoader, recipe
 from equipoise.loaders.paths import open_source
+from equipoise.loaders.tar import TarShards
+from equipoise.loaders.tar_index import index_shards
 from equipoise.loaders.token_files import TokenFile
 
+from tests.loaders.archives import write_shard
 from tests.loaders.test_token_files import write_megatron
 
 ROWS = [
@@ -123,6 +126,17 @@ def test_megatron_by_prefix_or_either_file(tmp_path: Path) -> None:
         open_source(tmp_path / "m.text", columns=["input_ids", "mask"])
     with pytest.raises(ValueError, match="only files of tables are read together"):
         open_source([tmp_path / "m.text", tmp_path / "m.text.idx"])
+
+
+@pytest.mark.parametrize("name", ["shards.index", "shards.arrow"])
+def test_an_index_of_tar_shards(tmp_path: Path, name: str) -> None:
+    documents = [np.arange(n, dtype=np.uint16) for n in (4, 1, 3)]
+    index_shards([write_shard(tmp_path / "a.tar", documents)], tmp_path / name)
+    source = open_source(tmp_path / name)
+    assert isinstance(source, TarShards) and source.lengths().tokens.tolist() == [4, 1, 3]
+    assert source.rows([2])["input_ids"][0].tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="columns= selects from tables"):
+        open_source(tmp_path / name, columns=["input_ids", "mask"])
 
 
 def test_a_loader_trains_on_a_path(tmp_path: Path) -> None:
