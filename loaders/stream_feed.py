@@ -146,8 +146,8 @@ class StreamFeed:
             error, note = raised, _told_error(raised)
         notes = [json.loads(each) for each in share(json.dumps(note), self.group)]
         _raise_first(notes, error)
-        first = min((each for each in notes if "at" in each), key=lambda each: each["at"], default={})
-        return first.get("columns"), chain(read, found)
+        told = sorted((each["at"], each["columns"]) for each in notes if "at" in each)
+        return told[0][1] if told else None, chain(read, found)
 
     def _tell(
         self, found: Iterator[Found], keys: list[Key], numbers: Int64, columns: dict[str, str] | None
@@ -297,8 +297,8 @@ def _raise_first(notes: list[dict[str, Any]], own: Exception | None) -> None:
 
 
 def _base(sampler: BalancedBatchSampler) -> StreamAdmission:
-    admission: Any = sampler.admission
-    return admission.base if isinstance(admission, QueuedAdmission) else admission
+    base: StreamAdmission = getattr(sampler.admission, "base", sampler.admission)
+    return base
 
 
 def _waiting(sampler: BalancedBatchSampler) -> Int64:

@@ -30,7 +30,6 @@ from .stream_items import Documents, StreamItems, counts_of, item_of, number_of,
 from .stream_order import More, Place
 
 _KEPT = 16  # steps whose documents and positions can still be asked for
-_FIRST = 16  # documents asked for where nothing tells how many fill a step
 
 
 @dataclass(kw_only=True, eq=False)
@@ -145,42 +144,17 @@ class StreamAdmission:
         """The next step's items; None where the epoch is over."""
         while True:
             items = self.items.behind(self._edge)
-            count, missing = self._cut(items)
+            count, missing = self.items.cut(items, self.step_size, len(self._members.get(self._step - 1, ())))
             if not missing:
                 return items[:count]
             if not self._read(missing):
                 return items if len(items) and self.last == "partial" else None
 
-    def _cut(self, items: Int64) -> tuple[int, int]:
-        """How many of these items make the step, and how many more documents should be read to tell; 0: it is told."""
-        size = self.step_size
-        if size.documents_per_step is not None:
-            return size.documents_per_step, max(size.documents_per_step - len(items), 0)
-        budget, tokens = size.tokens_per_step or 0, self.items.tokens(items)
-        if len(tokens) and tokens[0] > budget:
-            self._refuse(int(items[0]), int(tokens[0]), budget)
-        filled = np.cumsum(tokens)
-        count = int(np.searchsorted(filled, budget, side="right"))
-        if count < len(items) or (count and filled[-1] == budget):
-            return count, 0
-        held, before = int(filled[-1]) if count else 0, len(self._members.get(self._step - 1, ()))
-        mean = budget // before if before else held // max(count, 1)  # by the step before, as far as there is one
-        return count, min((budget - held) // max(mean, 1) + 1, max(count, before, _FIRST))
-
-    def _refuse(self, item: int, tokens: int, budget: int) -> None:
-        _, part, ordinal = self.items.where(number_of(np.array([item])))
-        raise ValueError(
-            f"a step must hold the longest document: tokens_per_step is {budget}, document {ordinal[0]} of part {part[0]} (or a "
-            f"piece of it) has {tokens} tokens; raise tokens_per_step"
-        )
-
     def _read(self, count: int) -> bool:
         """Look for ``count`` more documents; False where the epoch has none left."""
+        self._roll()
         if len(self.place.ends) == self.num_parts:
-            if self.place.epoch >= self._epoch:
-                return False
-            self._ends = {self.place.epoch: self.place}
-            self.place = Place(epoch=self.place.epoch + 1)
+            return False
         found = self.more(self.place, count, self.items.columns)
         self.items.columns = found.columns
         new = Documents.of(
@@ -191,6 +165,12 @@ class StreamAdmission:
         self._next += len(new)
         self.place = self.place.behind(count, self.num_parts, found.ends)
         return True
+
+    def _roll(self) -> None:
+        """Where documents are carried, reading goes on with the epoch that they open."""
+        if len(self.place.ends) == self.num_parts and self.place.epoch < self._epoch:
+            self._ends = {self.place.epoch: self.place}
+            self.place = Place(epoch=self.place.epoch + 1)
 
     def _pass(self, item: int) -> None:
         """Let the edge lie behind this item."""
@@ -231,8 +211,7 @@ class StreamAdmission:
         self._epoch, self._step, self._over = epoch, 0, False
         self._waiting, self._gone = self._waiting[:0], (0, self._waiting[:0])
         self._members, self._positions = {}, {0: self._starts[epoch]}
-        if self.last != "carry":
-            self.place = Place(epoch=epoch)
+        self._roll()
 
     def _here(self, waiting: Int64, base: int = 0) -> dict:
         """The position of the edge and of what waits before it; documents are numbered from ``base``."""
@@ -277,12 +256,18 @@ class StreamAdmission:
             num_slots=num_slots,
         )
 
-    def unreleased(self) -> tuple[Int64, Int64, Int64]:
-        """Where the documents were read that are known and still to be released: epoch, part, ordinal, int64[k]."""
-        rows = self.items.rows
-        waits = np.isin(rows.number, number_of(self._waiting))
-        known = rows.take(waits | ((rows.number >= number_of(self._edge)) & (rows.pieces > 0)))
-        return known.epoch, known.part, known.ordinal
+    def catch_up(self, wanted: Int64) -> None:
+        """Of what waits in a resumed run only the items ``wanted``, int64[k], are to come: read their documents again."""
+        self._waiting = np.intersect1d(self._waiting, wanted)
+        stop = int(number_of(self._waiting).max(initial=-1)) + 1
+        while self._next < stop and self._read(stop - self._next):
+            pass
+
+    def released(self, window: Window) -> None:
+        """A window that was not made here, what was left of a step under way, takes its items along."""
+        items = np.unique(item_of(window.spans.document, window.spans.start // self.capacity))
+        self._waiting = np.setdiff1d(self._waiting, items)
+        self.items.give(items, window.step)
 
     def num_steps(self, epoch: int) -> int:
         """Raises TypeError: only reading tells."""
@@ -293,6 +278,13 @@ class StreamAdmission:
     def dropped(self, epoch: int) -> int:
         """Items that ``last='drop'`` has left out of epochs so far."""
         return self.items.counts.left_out
+
+    def unreleased(self) -> tuple[Int64, Int64, Int64]:
+        """Where the documents were read that are known and still to be released: epoch, part, ordinal, int64[k]."""
+        rows = self.items.rows
+        waits = np.isin(rows.number, number_of(self._waiting))
+        known = rows.take(waits | ((rows.number >= number_of(self._edge)) & (rows.pieces > 0)))
+        return known.epoch, known.part, known.ordinal
 
     def describe(self) -> str:
         """Where reading stands and what has come of the documents, in one sentence."""

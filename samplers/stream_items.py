@@ -24,16 +24,18 @@ import numpy.typing as npt
 
 from ..packing.packs import Int64, Spans
 from .items import TOO_LONG
+from .order import StepSize
 
 FAILED = -1
 """Tokens of a document that could not be read, where that is no error."""
 NEVER = np.iinfo(np.int64).max
+_FIRST = 16  # documents asked for where nothing tells how many fill a step
 Numbers = TypeVar("Numbers", int, Int64)
 _PIECE_BITS = 20  # with 33 bits of documents an item is still exact as a JSON number anywhere
 
 
-def item_of(number: int, piece: int) -> int:
-    """The item that is a document's n-th piece."""
+def item_of(number: Numbers, piece: Numbers) -> Numbers:
+    """The item that is a document's n-th piece, or items int64[k]."""
     return number << _PIECE_BITS | piece
 
 
@@ -181,6 +183,28 @@ class StreamItems:
         nth = np.arange(end[-1] if len(end) else 0) - np.repeat(end - pieces, pieces)
         items = np.repeat(number << _PIECE_BITS, pieces) + nth
         return items[np.searchsorted(items, item) :]
+
+    def cut(self, items: Int64, size: StepSize, before: int) -> tuple[int, int]:
+        """How many of these items make a step, and how many more documents should be read to tell; 0: it is told.
+
+        before: items of the step before; 0 where there is none.
+        """
+        if size.documents_per_step is not None:
+            return size.documents_per_step, max(size.documents_per_step - len(items), 0)
+        budget, tokens = size.tokens_per_step or 0, self.tokens(items)
+        if len(tokens) and tokens[0] > budget:
+            _, part, ordinal = self.where(number_of(items[:1]))
+            raise ValueError(
+                f"a step must hold the longest document: tokens_per_step is {budget}, document {ordinal[0]} of part {part[0]} "
+                f"(or a piece of it) has {tokens[0]} tokens; raise tokens_per_step"
+            )
+        filled = np.cumsum(tokens)
+        count = int(np.searchsorted(filled, budget, side="right"))
+        if count < len(items) or (count and filled[-1] == budget):
+            return count, 0
+        held = int(filled[-1]) if count else 0
+        mean = budget // before if before else held // max(count, 1)
+        return count, min((budget - held) // max(mean, 1) + 1, max(count, before, _FIRST))
 
     def _at(self, number: Int64) -> Int64:
         """Rows of these documents."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ from equipoise.samplers.carry import Held, QueuedAdmission
 from equipoise.samplers.order import StepSize, Window
 from equipoise.samplers.plan import Cluster
 from equipoise.samplers.stream import StreamAdmission
-from equipoise.samplers.stream_items import FAILED, StreamItems
-from equipoise.samplers.stream_order import Arrivals, Place, told
+from equipoise.samplers.stream_items import FAILED, StreamItems, item_of
+from equipoise.samplers.stream_order import Arrivals, Place, held_back, told
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -231,6 +231,33 @@ def test_queues_over_a_stream_hold_back_and_resume_exactly(
             step += 1
         assert broken.admission.window(epoch, step) is None
         assert sorted(came) == sorted(row for rows in steps for row in rows)
+
+
+@given(parts=streams(), size=SIZES, too_long=TOO_LONG, data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_what_is_left_of_a_step_is_read_again(parts: Parts, size: dict, too_long: str, data: st.DataObject) -> None:
+    """A step under way is parted: what is left of it, then the next steps, in a run that was resumed between."""
+    truth = oracle(parts, size, "partial", too_long, 1)[0]
+    if not truth:
+        return
+    stream = admission(parts, too_long=too_long, **size)
+    cut = data.draw(st.integers(0, len(truth) - 1))
+    windows = [stream.window(0, step) for step in range(cut + 1)]
+    spans = windows[cut].spans  # type: ignore[union-attr]
+    left = spans.take(np.flatnonzero(data.draw(st.lists(st.booleans(), min_size=len(spans), max_size=len(spans)))))
+    items = [[n, start // CAP] for n, start in zip(left.document.tolist(), left.start.tolist(), strict=True)]
+    position = json.loads(json.dumps(held_back(stream.position(0, cut), stream.position(0, cut + 1), items)))
+    other = admission(parts, too_long=too_long, **size)
+    other.resume(0, cut + 1, position, stream.start(0))
+    other.catch_up(np.array([item_of(*item) for item in items], np.int64))
+    rest = replace(windows[cut], spans=left)  # type: ignore[type-var]
+    assert content(other, rest) == [row for row in truth[cut] if row in content(stream, rest)]
+    assert len(other.unreleased()[0]) >= len(np.unique(left.document))
+    other.released(rest)
+    assert other._waiting.size == 0
+    for step in range(cut + 1, len(truth)):
+        assert content(other, other.window(0, step)) == truth[step]  # type: ignore[arg-type]
+    assert other.window(0, len(truth)) is None and not len(other.unreleased()[0])
 
 
 def test_three_shards_of_four_five_and_six() -> None:
