@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
+from ..packing.lengths import Lengths
 from ..packing.packs import Packs, Spans
 from ..packing.queues import WlbQueues
 from ..recipes import Recipe, choose
@@ -100,8 +101,9 @@ def pack_dataset(
     if window is not None and group_key is not None:
         raise ValueError("documents of a group may not be parted by windows: use group_key with window=None")
     data = PlannedDataset(dataset)
+    lengths = data.lengths(group_key)
     sampler = BalancedBatchSampler(
-        data.lengths(group_key),
+        lengths,
         _fitting(choose(recipe), whole=window is None),
         max_tokens_per_rank=max_tokens,
         dp=1,
@@ -113,7 +115,8 @@ def pack_dataset(
         cost=cost,
         count_targets=False,
     )
-    packs = packs_of(sampler, keep_open=window is not None and sampler.recipe.pack in ("best_fit", "concat"))
+    filling = window is not None and sampler.recipe.pack in ("best_fit", "concat")
+    packs = packs_of(sampler, _shortest(lengths, sampler, too_long) if filling else None)
     layout = PackLayout(
         data=data,
         types=_types(dataset),
@@ -139,14 +142,14 @@ def pack_dataset(
     ).with_format(None)  # fmt: skip
 
 
-def packs_of(sampler: BalancedBatchSampler, *, keep_open: bool) -> Packs:
+def packs_of(sampler: BalancedBatchSampler, shortest: int | None) -> Packs:
     """The packs of an epoch on one rank, in the order in which they come.
 
-    keep_open: what a later document may fill is packed again with the next window: of the packs in which one would fit the
-    emptiest, as many as there are beyond those that the tokens would fill without gaps. So never more waits than best fit
-    wastes; a document that few fit beside may wait for more than one window.
+    shortest: tokens of the shortest document or piece that may come; None: each window is packed by itself. With it, what a
+    later document may fill is packed again with the next window: of the packs in which one would fit the emptiest, as many
+    as there are beyond those that the tokens would fill without gaps. So never more waits than best fit wastes; a document
+    that few fit beside may wait for more than one window.
     """
-    shortest = _shortest(sampler)
     parts: list[Packs] = []
     held = Packs(spans=Spans.concat([]), offsets=np.zeros(1, np.int64))
     for window in sampler.windows():
@@ -158,7 +161,7 @@ def packs_of(sampler: BalancedBatchSampler, *, keep_open: bool) -> Packs:
         packs = packs.take(
             np.flatnonzero(packs.spans.document[packs.offsets[:-1]] >= 0)
         )  # slots no document is left for
-        if keep_open:
+        if shortest is not None:
             full = _full(packs.tokens, sampler.cluster.capacity, shortest)
             packs, held = packs.take(np.flatnonzero(full)), packs.take(np.flatnonzero(~full))
         parts.append(packs)
@@ -174,14 +177,13 @@ def _full(tokens: np.ndarray, capacity: int, shortest: int) -> np.ndarray:
     return full
 
 
-def _shortest(sampler: BalancedBatchSampler) -> int:
+def _shortest(lengths: Lengths, sampler: BalancedBatchSampler, too_long: str) -> int:
     """Tokens of the shortest document or piece."""
-    tokens, capacity = sampler.items.lengths.tokens, sampler.cluster.capacity
     if sampler.recipe.cuts:
         return 1
-    rest = tokens[tokens > capacity] % capacity if sampler.items.too_long == "split" else tokens[:0]
-    least = [int(some[some > 0].min()) for some in (tokens, rest) if (some > 0).any()]
-    return min(least)
+    tokens, capacity = lengths.tokens, sampler.cluster.capacity
+    rest = tokens[tokens > capacity] % capacity if too_long == "split" else tokens[:0]
+    return min(int(some[some > 0].min()) for some in (tokens, rest) if (some > 0).any())
 
 
 def _fitting(recipe: Recipe, *, whole: bool) -> Recipe:

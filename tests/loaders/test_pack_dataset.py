@@ -158,7 +158,7 @@ def windowed(lengths: np.ndarray, chosen, cap: int, window: int, shuffle: bool =
         order="shuffle" if shuffle else "preserve",
         too_long="split",
     )
-    return packs_of(sampler, keep_open=True).tokens
+    return packs_of(sampler, 1 if chosen.cuts else int(lengths.min())).tokens
 
 
 @pytest.mark.parametrize("window", [250, 1000, 7000])
@@ -200,6 +200,12 @@ def test_documents_that_none_fits_beside_are_not_packed_again_and_again(
     tokens = windowed(np.array([700] * 5000 + [shortest]), recipe("static"), 1000, 100, shuffle=False)
     assert sorted(tokens) == [700] * (5000 - (shortest == 1)) + [700 + (shortest == 1)]
     assert max(sizes) <= repacked and len(sizes) == 51
+
+
+def test_rests_of_split_documents_find_each_other_over_windows() -> None:
+    """25 = 10 + 10 + 5: the rest is shorter than any document."""
+    packed = pack_dataset(dataset_of(corpus([25, 6, 25])), max_tokens=10, window=1, too_long="split", shuffle=False)
+    assert sorted(packed["seq_lengths"]) == [[5, 5], [6], [10], [10], [10], [10]]
 
 
 def test_concat_in_order_is_the_stream_itself() -> None:
