@@ -34,11 +34,19 @@ _CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{16})"')
 _BLOCK = 1 << 20
 
 
-def write_index(path: str | PathLike[str], batch: pa.RecordBatch, facts: dict[str, Any], *, folder: str = "") -> None:
+def write_index(
+    path: str | PathLike[str],
+    batch: pa.RecordBatch,
+    facts: dict[str, Any],
+    *,
+    folder: str = "",
+    lasting: bool = True,
+) -> None:
     """Write ``batch`` to ``path`` in one stroke: whoever reads finds the file that was there before, or all of this one.
 
     ``facts`` is JSON, without ``version`` and ``checksum``. ``folder`` is where the file grows (of the same file system; that
-    of ``path`` by default), so that what a killed process leaves lies there.
+    of ``path`` by default), so that what a killed process leaves lies there. ``lasting`` waits for the disk; a file that can be
+    made again need not.
     """
     path = os.fspath(path)
     told = json.dumps({"version": VERSION, "checksum": _UNKNOWN, **facts})
@@ -52,13 +60,15 @@ def write_index(path: str | PathLike[str], batch: pa.RecordBatch, facts: dict[st
             for place in places:
                 file.seek(place)
                 file.write(checksum.encode())
-            file.flush()
-            os.fsync(file.fileno())
+            if lasting:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(unfinished, path)
     finally:
         with suppress(FileNotFoundError):
             os.unlink(unfinished)
-    _sync_folder(os.path.dirname(path) or ".")
+    if lasting:
+        _sync_folder(os.path.dirname(path) or ".")
 
 
 def read_index(path: str | PathLike[str], *, known: str | None = None) -> tuple[pa.RecordBatch, dict[str, Any]]:

@@ -74,6 +74,11 @@ class Members:
         return (self.tokens, *self.columns)
 
     @property
+    def are_parsed(self) -> bool:
+        """Whether some are read and parsed to index them."""
+        return any(format_of(extension) in TEXTS for extension in self.extensions)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The column that each of ``extensions`` makes (an object in a json member makes others)."""
         return ("input_ids", *(extension.removesuffix("." + format_of(extension)) for extension in self.columns))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import tarfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -70,3 +72,11 @@ def record(key: str, value: str) -> bytes:
 
 
 END = bytes(1024)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Until the condition is true. Raises AssertionError if it does not become so."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
