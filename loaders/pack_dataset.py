@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 WHOLE = 1 << 40  # documents of a window that holds any dataset
 LAYOUT_VERSION = 1  # in the fingerprint: to be raised when the same packs are laid out otherwise
-TOKENS_AT_ONCE = 1 << 19
+TOKENS_AT_ONCE = 1 << 18
 
 
 def pack_dataset(
