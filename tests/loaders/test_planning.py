@@ -54,7 +54,7 @@ def solving(draw: st.DrawFn) -> tuple[Solve, list]:
     return Solve(recipe, cluster), [solvers.window(each, step, epoch) for step, each in enumerate(lengths)]
 
 
-@settings(max_examples=140, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(case=solving())
 def test_plans_are_those_of_planning_in_line(processes: PlanAhead, case: tuple[Solve, list]) -> None:
     solver, steps = case
@@ -181,26 +181,26 @@ def test_a_planner_that_is_killed_while_idle_is_told_too() -> None:
 
 
 @needs_proc
-def test_a_fork_neither_ends_nor_uses_the_planners(processes: PlanAhead) -> None:
-    """As the workers of a DataLoader do not."""
+def test_a_fork_has_planners_of_its_own_and_leaves_ours_alone(processes: PlanAhead) -> None:
     assert len(list(processes(windows(2), GREEDY))) == 2
     before = children()
     child = os.fork()
     if not child:
+        solved = len(list(processes(windows(2), GREEDY)))
         processes.close()
-        os._exit(0)
-    os.waitpid(child, 0)
+        os._exit(solved)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
     assert before and children() == before
     assert len(list(processes(windows(2), GREEDY))) == 2
 
 
-@pytest.mark.parametrize("num_processes, timeout", [(0, 0.5), (1, 2.0)])  # a planner starts within that
-def test_a_solver_that_hangs_is_an_error_within_the_timeout(num_processes: int, timeout: float) -> None:
-    with closing(PlanAhead(steps=2, processes=num_processes, timeout=timeout)) as planning:
-        told = f"step 3 of epoch 0 was not planned within {timeout:g} s: .* stuck or too slow"
-        with pytest.raises(RuntimeError, match=told):
-            list(planning(windows(6), solvers.hangs_at_step_3))
-        assert len(list(planning(windows(3), GREEDY))) == 3
+def test_a_solver_that_hangs_is_an_error_within_the_timeout(planning: PlanAhead) -> None:
+    assert len(list(planning(windows(2), GREEDY))) == 2  # planners have started: what is timed is the wait for a plan
+    planning._timeout = 0.5
+    with pytest.raises(RuntimeError, match="step 3 of epoch 0 was not planned within 0.5 s: .* stuck or too slow"):
+        list(planning(windows(6), solvers.hangs_at_step_3))
+    planning._timeout = 20.0
+    assert len(list(planning(windows(3), GREEDY))) == 3
 
 
 @pytest.mark.parametrize("num_processes", [0, 1])
@@ -264,23 +264,22 @@ def own(window):
 
 
 def script(folder: Path, rest: str) -> subprocess.Popen[str]:
-    path = folder / "train.py"
+    """A training script, started from the folder above its own."""
+    path = folder / "scripts" / "train.py"
+    path.parent.mkdir(exist_ok=True)
     path.write_text(SCRIPT.format(root=str(ROOT), rest=rest))
-    return subprocess.Popen(
-        [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
-    )
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, str(path)], stdout=pipe, stderr=pipe, text=True, cwd=folder)
 
 
 def test_a_script_needs_a_guard_only_if_the_solver_is_defined_in_it(tmp_path: Path) -> None:
-    (tmp_path / "numba.py").write_text("raise SystemExit('the folder it was started in is no place for modules')")
+    if sys.version_info >= (3, 11):  # before, modules of the folder one is in are found first
+        (tmp_path / "numba.py").write_text("raise SystemExit('not from here')")
     unguarded = "print(len(list(PlanAhead(steps=2, processes=1)(solvers.windows(3), solvers.GREEDY))))"
-    path = tmp_path / "elsewhere"
-    path.mkdir()
-    program = script(path, unguarded)
-    out, err = program.communicate(timeout=30)
+    out, err = script(tmp_path, unguarded).communicate(timeout=30)
     assert out.split("\n") == ["script runs as __main__", "3", ""], err
     guarded = "if __name__ == '__main__': print(len(list(PlanAhead(steps=2, processes=1)(solvers.windows(3), own))))"
-    out, err = script(path, guarded).communicate(timeout=30)
+    out, err = script(tmp_path, guarded).communicate(timeout=30)
     assert out.split("\n") == ["script runs as __main__", "script runs as __mp_main__", "3", ""], err
 
 
