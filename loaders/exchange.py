@@ -23,9 +23,7 @@ import torch.distributed as dist
 
 from ..packing.packs import Int64
 from .dataset import Rows
-from .wire import Bytes, decode, encode
-
-_ALIGNED = 64  # bytes that a message is filled up to, so that views of the next one are aligned
+from .wire import decode, encode
 
 
 def world_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -79,20 +77,8 @@ def move_rows(outgoing: Sequence[Rows], group: dist.ProcessGroup | None) -> list
     sizes = torch.tensor([len(parcel) for parcel in parcels])
     coming = torch.empty_like(sizes)
     dist.all_to_all_single(coming, sizes, group=group)
-    sent, received = (-(-each // _ALIGNED) * _ALIGNED for each in (sizes, coming))
-    buffer = torch.empty(int(received.sum()), dtype=torch.uint8)
-    dist.all_to_all_single(
-        buffer, torch.from_numpy(_joined(parcels, sent.tolist())), received.tolist(), sent.tolist(), group=group
-    )
-    begin = (received.cumsum(0) - received).tolist()
-    data = [buffer.numpy()[at : at + size] for at, size in zip(begin, coming.tolist(), strict=True)]
-    return [outgoing[rank] if sender == rank else decode(each) for sender, each in enumerate(data)]
-
-
-def _joined(parcels: Sequence[Bytes], sizes: Sequence[int]) -> Bytes:
-    """One behind the other, each filled up to its size."""
-    out, at = np.zeros(sum(sizes), np.uint8), 0
-    for parcel, size in zip(parcels, sizes, strict=True):
-        out[at : at + len(parcel)] = parcel
-        at += size
-    return out
+    buffer = torch.empty(int(coming.sum()), dtype=torch.uint8)
+    sent = torch.from_numpy(np.concatenate(parcels))
+    dist.all_to_all_single(buffer, sent, coming.tolist(), sizes.tolist(), group=group)
+    received = np.split(buffer.numpy(), np.cumsum(coming.numpy())[:-1])  # aligned: each is a multiple of eight bytes
+    return [outgoing[rank] if sender == rank else decode(data) for sender, data in enumerate(received)]

@@ -297,8 +297,9 @@ def _raise_first(notes: list[dict[str, Any]], own: Exception | None) -> None:
 
 
 def _base(sampler: BalancedBatchSampler) -> StreamAdmission:
-    base: StreamAdmission = getattr(sampler.admission, "base", sampler.admission)
-    return base
+    admission = sampler.admission.base if isinstance(sampler.admission, QueuedAdmission) else sampler.admission
+    assert isinstance(admission, StreamAdmission)
+    return admission
 
 
 def _waiting(sampler: BalancedBatchSampler) -> Int64:

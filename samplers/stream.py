@@ -54,7 +54,6 @@ class StreamAdmission:
     _edge: int = field(default=0, init=False)  # the first item that no step admitted
     _next: int = field(default=0, init=False)  # number of the next document to arrive
     _waiting: Int64 = field(default_factory=lambda: np.zeros(0, np.int64), init=False, repr=False)
-    _gone: tuple[int, Int64] = field(default=(0, np.zeros(0, np.int64)), init=False, repr=False)
     _over: bool = field(default=False, init=False)
     _ends: dict[int, Place] = field(
         default_factory=dict, init=False, repr=False
@@ -110,7 +109,6 @@ class StreamAdmission:
         self.place = Place.of(position)
         self._epoch, self._step, self._over, self._ends = epoch, step, False, {}
         self._edge, self._next, self._waiting = item_of(*edge), position["number"], np.array(held, np.int64)
-        self._gone = edge[0], number_of(self._waiting)
         self._members, self._positions = {}, {step: position}
 
     def members(self, epoch: int, step: int) -> Int64 | None:
@@ -160,8 +158,7 @@ class StreamAdmission:
         new = Documents.of(
             epoch=self.place.epoch, part=found.part, ordinal=found.ordinal, tokens=found.tokens, targets=found.targets
         )
-        gone, held = self._gone
-        self.items.extend(new, first=self._next, gone=gone, held=held)
+        self.items.extend(new, first=self._next)
         self._next += len(new)
         self.place = self.place.behind(count, self.num_parts, found.ends)
         return True
@@ -209,7 +206,7 @@ class StreamAdmission:
         self.items.renumber(first)
         self._edge, self._next = self._edge - item_of(first, 0), self._next - first
         self._epoch, self._step, self._over = epoch, 0, False
-        self._waiting, self._gone = self._waiting[:0], (0, self._waiting[:0])
+        self._waiting = self._waiting[:0]
         self._members, self._positions = {}, {0: self._starts[epoch]}
         self._roll()
 

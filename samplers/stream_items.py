@@ -144,15 +144,9 @@ class StreamItems:
         """Tokens that an item may have."""
         return -(-self.capacity // self.multiple) * self.multiple
 
-    def extend(self, new: Documents, *, first: int, gone: int = 0, held: Int64 | None = None) -> None:
-        """Add documents numbered from ``first`` on. Those before ``gone`` were released already, but for ``held`` ones
-        (int64 numbers), and are passed over. Raises ValueError for one that is too long where that is an error."""
-        number = first + np.arange(len(new))
-        new = new.replaced(number=number, pieces=self._pieces(new))
-        kept = number >= gone
-        if held is not None:
-            kept |= np.isin(number, held)
-        self.rows = self.rows.joined(new if kept.all() else new.take(kept))
+    def extend(self, new: Documents, *, first: int) -> None:
+        """Add documents numbered from ``first`` on. Raises ValueError for one that is too long where that is an error."""
+        self.rows = self.rows.joined(new.replaced(number=first + np.arange(len(new)), pieces=self._pieces(new)))
 
     def _pieces(self, new: Documents) -> Int64:
         pieces = (new.tokens > 0).astype(np.int64)

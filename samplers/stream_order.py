@@ -82,15 +82,6 @@ More = Callable[[Place, int, dict[str, str] | None], Arrivals]
 """(place, number of visits, the columns that each document must have) → what they found."""
 
 
-def held_back(before: dict, after: dict, items: Sequence[Sequence[int]]) -> dict:
-    """The position ``after`` a step of which these items, (document, piece), are still to come; ``before`` it it began.
-
-    Items that ``after`` holds back wait on. For what is left of a step that another cluster takes up.
-    """
-    held = sorted([*map(list, items), *map(list, after["held"])])
-    return {**before, "edge": after["edge"], "held": held, "counts": after["counts"], "columns": after["columns"]}
-
-
 def told(parts: Sequence[Sequence[int]]) -> More:
     """``more`` of a stream whose documents have these tokens, by part, the same in each epoch: for simulations.
 
