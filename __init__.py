@@ -36,6 +36,8 @@ _HOMES = {
     "Mixture": "loaders.mixture",
     "Stream": "loaders.stream",
     "TokenFile": "loaders.token_files",
+    "TarShards": "loaders.tar",
+    "index_shards": "loaders.tar_index",
     "open_source": "loaders.paths",
     "pack_dataset": "loaders.pack_dataset",
     "ThdBatch": "loaders.batch",

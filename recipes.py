@@ -284,7 +284,7 @@ def plan(
         max_tokens_per_rank=max_tokens_per_rank,
         dp=dp,
         cp=cp,
-        documents_per_step=len(lengths) + 1,
+        documents_per_step=1 << 40,  # more than there are, also once documents are split
         slots=slots,
         sync=sync,
         seed=seed,

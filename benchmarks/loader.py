@@ -1,76 +1,81 @@
-"""Tokens per second through BalancedLoader and through torch's DataLoader with HF's flattening collator.
+"""Tokens per second, memory and waiting of the loaders people would use instead, in one table of one run.
 
-    python benchmarks/loader.py [--documents 20000] [--workers 0,2] [--repeats 5]
+    python benchmarks/loader.py [--documents 20000] [--workers 0,2] [--repeats 5] [--index 10000000]
 
-Same Arrow dataset on disk (lognormal lengths, mean about 1,000 tokens), same number of workers, about the same tokens per
-batch, rounds interleaved in one run; medians. What is read is touched (summed), so that no lazily mapped page escapes.
-Beside it stands what a bare copy of the delivered bytes costs on this machine.
+The same documents for all (lognormal lengths, mean about 1,000 tokens, int32), the same number of workers, about 64K tokens a
+batch; rounds interleaved, medians. What is delivered is touched (summed), so that no lazily mapped page escapes, and the sums
+must agree. Rivals: torch's ``DataLoader`` with HF's flattening collator, webdataset's own loader over the same tar shards (its
+documents joined, which is the least a trainer needs), and TRL's rows, packed beforehand (packing is not counted). Beside them
+stands what a bare copy of the delivered bytes costs here. Memory is the peak of the private, changed pages of the main process
+and its workers, what they had before the loader taken off, each loader in a process of its own.
+
+Then: reading tar documents in the order of their offsets beside a plain sequential read of the same files; how long a trainer
+whose step keeps the interpreter busy for 50 ms waits; the first batch of an index of ten million documents, and a worker's
+memory with one and with ten million.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import multiprocessing
+import tarfile
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import torch
+import webdataset
 from datasets import Dataset, load_from_disk
-from equipoise import BalancedLoader, recipe
+from equipoise import BalancedLoader, Stream, TarShards, TokenFile, index_shards, recipe
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening
+from trl import pack_dataset
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 MAX_TOKENS = 65536
+SHARDS = 8
 
 
-def corpus(documents: int, path: str) -> Dataset:
-    """Documents of lognormal length, written and read back by datasets (memory-mapped, many record batches)."""
-    rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(6.2, 1.2, documents), 8, MAX_TOKENS).astype(int)
-
-    def rows():
-        for tokens in lengths:
-            yield {"input_ids": rng.integers(0, 50_000, tokens)}
-
-    Dataset.from_generator(rows, cache_dir=path).save_to_disk(f"{path}/documents")
-    return load_from_disk(f"{path}/documents")
+def lengths_of(documents: int) -> np.ndarray:
+    """Lognormal, as in the corpora of long-context training, cut at the cap."""
+    return np.clip(np.random.default_rng(0).lognormal(6.2, 1.2, documents), 8, MAX_TOKENS).astype(np.int64)
 
 
-def drain(batches: object) -> tuple[int, int]:
-    """Tokens delivered and a checksum over them."""
-    tokens, checksum = 0, 0
-    for batch in batches:  # type: ignore[attr-defined]
-        tokens += batch["input_ids"].numel()
-        checksum += int(batch["input_ids"].sum())
-        assert batch["labels"].shape == batch["position_ids"].shape == batch["input_ids"].shape
-    return tokens, checksum
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=20_000)
-    parser.add_argument("--workers", default="0,2")
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    torch.set_num_threads(1)  # the checksum must not spin on the cores that workers need
-    with tempfile.TemporaryDirectory() as path:
-        dataset = corpus(options.documents, path)
-        print(f"{len(dataset)} documents; median tokens/s of {options.repeats} interleaved rounds")
-        for workers in map(int, options.workers.split(",")):
-            compare(dataset, workers, options.repeats)
-
-
-def compare(dataset: Dataset, workers: int, repeats: int) -> None:
-    """One line per loader and the ratio."""
-    per_batch = max(
-        1,
-        round(
-            MAX_TOKENS * len(dataset) / sum(map(len, dataset.select(range(1000))["input_ids"])) / len(dataset) * 1000
-        ),
+def write_corpus(documents: int, folder: Path) -> None:
+    """The same documents as a HF dataset, as tar shards with an index, and packed by TRL."""
+    rng, lengths = np.random.default_rng(1), lengths_of(documents)
+    tokens = [rng.integers(0, 50_000, length, dtype=np.int32) for length in lengths]
+    Dataset.from_generator(
+        lambda: ({"input_ids": ids} for ids in tokens), cache_dir=str(folder / "cache")
+    ).save_to_disk(str(folder / "documents"), num_shards=SHARDS)
+    for shard in range(SHARDS):
+        with tarfile.open(folder / f"{shard:03d}.tar", "w") as archive:
+            for number in range(shard, documents, SHARDS):
+                held = io.BytesIO()
+                np.save(held, tokens[number])
+                member = tarfile.TarInfo(f"{number:08d}.npy")
+                member.size = held.tell()
+                held.seek(0)
+                archive.addfile(member, held)
+    index_shards(shards_in(folder), folder / "index.arrow")
+    pack_dataset(load_from_disk(str(folder / "documents")), seq_length=MAX_TOKENS, strategy="bfd").save_to_disk(
+        str(folder / "packed")
     )
-    balanced = BalancedLoader(
-        dataset,
+
+
+def shards_in(folder: Path) -> list[str]:
+    return sorted(map(str, folder.glob("*.tar")))
+
+
+def balanced(source: Any, workers: int) -> BalancedLoader:
+    return BalancedLoader(
+        source,
         recipe("vrsp", attend="none"),
         max_tokens_per_rank=MAX_TOKENS,
         documents_per_step=512,
@@ -78,41 +83,267 @@ def compare(dataset: Dataset, workers: int, repeats: int) -> None:
         num_workers=workers,
         ahead=8,
     )
-    flattening = DataLoader(
-        dataset,
-        batch_size=per_batch,
+
+
+def flattened(documents: Dataset, workers: int) -> DataLoader:
+    mean = np.diff(documents.data.column("input_ids").chunk(0).offsets.to_numpy()).mean()
+    return DataLoader(
+        documents,
+        batch_size=max(1, round(MAX_TOKENS / mean)),
         shuffle=True,
         collate_fn=DataCollatorWithFlattening(return_flash_attn_kwargs=True),
         num_workers=workers,
         persistent_workers=workers > 0,
     )
-    runs: dict[str, Callable[[], tuple[int, int]]] = {
-        "BalancedLoader": lambda: drain(balanced),
-        "DataLoader + DataCollatorWithFlattening": lambda: drain(flattening),
-        "bare copy of four int64 a token": bare_copy,
+
+
+def joined(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The least that makes a batch of webdataset's samples: tokens end to end, labels and positions."""
+    ids = [sample["npy"] for sample in samples]
+    tokens = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+    labels = torch.full_like(tokens, -100)
+    labels[:-1] = tokens[1:]
+    ends = np.cumsum([len(each) for each in ids])
+    labels[torch.from_numpy(ends) - 1] = -100
+    positions = torch.arange(len(tokens)) - torch.from_numpy(np.repeat(np.r_[0, ends[:-1]], np.diff(np.r_[0, ends])))
+    return {"input_ids": tokens, "labels": labels, "position_ids": positions}
+
+
+def webdataset_own(folder: Path, documents: int, workers: int) -> Iterable[Any]:
+    per_batch = max(1, round(MAX_TOKENS / lengths_of(documents).mean()))
+    read = webdataset.WebDataset(shards_in(folder), shardshuffle=False, empty_check=False).decode()
+    return webdataset.WebLoader(read.batched(per_batch, collation_fn=joined), batch_size=None, num_workers=workers)
+
+
+def packed_rows(folder: Path, workers: int) -> DataLoader:
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True, return_position_ids=True)
+    rows = load_from_disk(str(folder / "packed"))
+    return DataLoader(
+        rows,
+        batch_size=1,
+        shuffle=True,
+        collate_fn=collate,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+
+
+def loaders(folder: Path, documents: int, workers: int) -> dict[str, Callable[[], Iterable[Any]]]:
+    """What makes each loader of the table."""
+    dataset = load_from_disk(str(folder / "documents"))
+    return {
+        "equipoise, map-style (HF dataset)": lambda: balanced(dataset, workers),
+        "equipoise, tar shards by index": lambda: balanced(TarShards(folder / "index.arrow"), workers),
+        "equipoise, stream of tar shards": lambda: balanced(Stream.tar(shards_in(folder)), workers),
+        "equipoise, stream of a HF dataset": lambda: balanced(
+            Stream.of(dataset.to_iterable_dataset(num_shards=SHARDS)), workers
+        ),
+        "DataLoader + DataCollatorWithFlattening": lambda: flattened(dataset, workers),
+        "webdataset's loader, documents joined": lambda: webdataset_own(folder, documents, workers),
+        "DataLoader over rows packed by TRL": lambda: packed_rows(folder, workers),
     }
-    speeds: dict[str, list[float]] = {name: [] for name in runs}
-    balanced_sum = drain(balanced)
+
+
+def drain(batches: Iterable[Any]) -> tuple[int, int]:
+    """Tokens delivered and a checksum over them."""
+    tokens, checksum = 0, 0
+    for batch in batches:
+        tokens += batch["input_ids"].numel()
+        checksum += int(batch["input_ids"].sum())
+        assert batch["labels"].shape == batch["position_ids"].shape == batch["input_ids"].shape
+    return tokens, checksum
+
+
+def bare_copy(source: torch.Tensor) -> int:
+    """input_ids, labels, position_ids and shard_index, copied batch by batch from memory that no cache holds."""
+    for batch in source:
+        batch.clone()
+    return len(source) * MAX_TOKENS
+
+
+def speeds(folder: Path, documents: int, workers: int, repeats: int) -> dict[str, float]:
+    """Tokens per second of each, the median of interleaved rounds."""
+    made = {name: make() for name, make in loaders(folder, documents, workers).items()}
+    expected = {drain(each) for each in made.values()}
+    assert len(expected) == 1, f"all loaders must deliver the same tokens; got {expected}"
+    seen: dict[str, list[float]] = {name: [] for name in [*made, COPY]}
+    source = torch.zeros(64, 4, MAX_TOKENS, dtype=torch.int64)
     for _ in range(repeats):
-        for name, run in runs.items():
+        for name in seen:
             begin = time.perf_counter()
-            tokens, checksum = run()
-            speeds[name].append(tokens / (time.perf_counter() - begin))
-            if name != "bare copy of four int64 a token":
-                assert (tokens, checksum) == balanced_sum, "the two loaders must deliver the same tokens"
-    median = {name: float(np.median(values)) for name, values in speeds.items()}
-    for name, value in median.items():
-        print(f"  workers {workers}: {name:42s} {value / 1e6:8.1f} M tokens/s")
-    ratio = median["BalancedLoader"] / median["DataLoader + DataCollatorWithFlattening"]
-    print(f"  workers {workers}: ratio {ratio:.1f}")
+            tokens = bare_copy(source) if name == COPY else drain(made[name])[0]
+            seen[name].append(tokens / (time.perf_counter() - begin))
+    for each in made.values():
+        if isinstance(each, BalancedLoader):
+            each.close()
+    return {name: float(np.median(rates)) for name, rates in seen.items()}
 
 
-def bare_copy() -> tuple[int, int]:
-    """input_ids, labels, position_ids and shard_index of 64K tokens, copied 64 times."""
-    source = torch.zeros(4, MAX_TOKENS, dtype=torch.int64)
-    for _ in range(64):
-        source.clone()
-    return 64 * MAX_TOKENS, 0
+COPY = "bare copy of four int64 a token"
+
+
+def _drained(name: str, folder: Path, documents: int, workers: int, answer: Any) -> None:
+    torch.set_num_threads(1)
+    me, peak, done = psutil.Process(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            peak[0] = max(peak[0], memory_of(me))
+
+    watching = threading.Thread(target=watch)
+    loader = loaders(folder, documents, workers)[name]()
+    before = memory_of(me)
+    watching.start()
+    drain(loader)
+    done.set()
+    watching.join()
+    answer.send(peak[0] - before)
+
+
+def memory_of(process: psutil.Process, children: bool = True) -> int:
+    """Bytes of a process, and of its children, that are its own and changed: pages of mapped files can be given back."""
+    total = 0
+    for each in [process, *(process.children(recursive=True) if children else [])]:
+        try:
+            lines = Path(f"/proc/{each.pid}/smaps_rollup").read_text().splitlines()
+        except OSError:  # it has ended
+            continue
+        total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_Dirty:"))
+    return total
+
+
+def apart(target: Callable[..., None], *arguments: Any) -> Any:
+    """What ``target`` answers from a process of its own."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=target, args=(*arguments, theirs))
+    process.start()
+    theirs.close()
+    answer = ours.recv()
+    process.join()
+    return answer
+
+
+def table(folder: Path, documents: int, workers: int, repeats: int) -> None:
+    """One line per loader; then the ratios that matter."""
+    rates = speeds(folder, documents, workers, repeats)
+    print(f"\nworkers {workers}: median of {repeats} interleaved rounds over {documents} documents")
+    print(f"  {'':42s} {'M tokens/s':>10s} {'peak MiB':>9s}")
+    for name, rate in rates.items():
+        memory = "" if name == COPY else f"{apart(_drained, name, folder, documents, workers) / 2**20:9.0f}"
+        print(f"  {name:42s} {rate / 1e6:10.1f} {memory}")
+    ours, tar = rates["equipoise, map-style (HF dataset)"], rates["equipoise, tar shards by index"]
+    print(f"  map-style over HF flattening            {ours / rates['DataLoader + DataCollatorWithFlattening']:.1f} x")
+    print(f"  map-style over TRL's packed rows        {ours / rates['DataLoader over rows packed by TRL']:.1f} x")
+    print(f"  map-style over a bare copy              {ours / rates[COPY]:.2f} x")
+    print(
+        f"  tar over webdataset's loader            {tar / rates['webdataset' + chr(39) + 's loader, documents joined']:.1f} x"
+    )
+
+
+def offset_order(folder: Path, repeats: int) -> None:
+    """Documents of a window read in the order of their offsets, beside a plain sequential read of the same files."""
+    source = TarShards(folder / "index.arrow")
+    windows = [list(range(first, min(first + 512, len(source)))) for first in range(0, len(source), 512)]
+
+    def by_index() -> int:
+        return sum(int(ids[-1]) * 0 + ids.nbytes for window in windows for ids in source.rows(window)["input_ids"])
+
+    def plain() -> int:
+        read = 0
+        block = bytearray(1 << 20)
+        for path in shards_in(folder):
+            with open(path, "rb", buffering=0) as file:
+                while count := file.readinto(block):
+                    read += count
+        return read
+
+    seen: dict[str, list[float]] = {"by index": [], "plain": []}
+    for _ in range(repeats + 1):
+        for name, run in (("by index", by_index), ("plain", plain)):
+            begin = time.perf_counter()
+            read = run()
+            seen[name].append(read / (time.perf_counter() - begin))
+    ours, theirs = (float(np.median(seen[name][1:])) for name in ("by index", "plain"))
+    print("\ntar documents in the order of their offsets, windows of 512")
+    print(
+        f"  {ours / 1e9:.2f} GB/s of token bytes, a plain sequential read {theirs / 1e9:.2f} GB/s: {ours / theirs:.2f} x"
+    )
+
+
+def busy(seconds: float) -> None:
+    """Keep the interpreter: what a Python training loop does to background threads."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+def waiting(folder: Path, workers: int) -> None:
+    """The share of its time that a trainer waits whose step of one micro-batch is 50 ms of busy Python."""
+    loader = balanced(load_from_disk(str(folder / "documents")), workers)
+    for at, _batch in enumerate(loader):
+        if at == 100:
+            break
+        busy(0.05)
+    print(f"\nworkers {workers}, 50 ms of busy Python a micro-batch: {loader.waiting}")
+    loader.close()
+
+
+def _first_batch(documents: int, folder: Path, answer: Any) -> None:
+    """Seconds to the first batch of an index, and the bytes of its one worker."""
+    begin = time.perf_counter()
+    source = TokenFile.npy(folder / f"tokens-{documents}.npy", folder / f"offsets-{documents}.npy")
+    loader = BalancedLoader(
+        source,
+        recipe("vrsp", attend="none"),
+        max_tokens_per_rank=8192,
+        documents_per_step=512,
+        dp=1,
+        num_workers=1,
+        seed=1,
+    )
+    batches = iter(loader)
+    next(batches)
+    seconds = time.perf_counter() - begin
+    for _ in range(50):
+        next(batches)
+    (worker,) = psutil.Process().children()
+    answer.send((seconds, memory_of(worker, children=False)))
+    loader.close()
+
+
+def large_index(documents: int, folder: Path) -> None:
+    """Ten million documents: time to the first batch, and a worker's memory beside that with a tenth of them."""
+    told = {}
+    for count in (documents // 10, documents):
+        np.lib.format.open_memmap(folder / f"tokens-{count}.npy", "w+", np.uint16, (count * 8,)).flush()
+        np.save(folder / f"offsets-{count}.npy", np.arange(count + 1) * 8)
+        apart(_first_batch, count, folder)  # once to warm the page cache
+        told[count] = apart(_first_batch, count, folder)
+    (_, few), (seconds, many) = told.values()
+    print(f"\nindex of {documents} documents: first batch after {seconds:.2f} s, process start and imports aside")
+    print(
+        f"  a worker's own memory: {few / 2**20:.1f} MiB with {documents // 10}, {many / 2**20:.1f} MiB with {documents} "
+        f"({many / few - 1:+.1%})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=20_000)
+    parser.add_argument("--workers", default="0,2")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--index", type=int, default=10_000_000)
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # the checksum must not spin on the cores that workers need
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_corpus(options.documents, folder)
+        for workers in map(int, options.workers.split(",")):
+            table(folder, options.documents, workers, options.repeats)
+        offset_order(folder, options.repeats)
+        for workers in map(int, options.workers.split(",")):
+            waiting(folder, workers)
+        large_index(options.index, folder)
 
 
 if __name__ == "__main__":

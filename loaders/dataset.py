@@ -83,6 +83,16 @@ class PlannedDataset(Dataset):
             return self.dataset.lengths()
         return Lengths.from_array(np.fromiter(map(self._measured, range(len(self))), np.int64, len(self)))
 
+    def index(self, lengths: Lengths | None, group: str | None) -> Lengths:
+        """The length index that was given, or the dataset's own. Raises ValueError where one was given that does not fit."""
+        if lengths is None:
+            return self.lengths(group)
+        if group is not None:
+            raise ValueError("group_key names a column to read; with lengths= give Lengths(group=…) instead")
+        if len(lengths) != len(self):
+            raise ValueError(f"the length index has {len(lengths)} documents, the dataset {len(self)}")
+        return lengths
+
     def _measured(self, document: int) -> int:
         ids = self.readable([document])["input_ids"][0]
         return 0 if ids is None else len(ids)

@@ -29,15 +29,13 @@ from torch.utils.data import DataLoader
 
 from ..packing.cost import CostModel, moments_of
 from ..packing.lengths import Lengths
-from ..samplers.batch_sampler import BalancedBatchSampler, Planner, Solver
-from ..samplers.order import Window
-from ..samplers.plan import StepPlan
+from ..samplers.batch_sampler import BalancedBatchSampler
 from ..samplers.unindexed import Unindexed
 from .ahead import Agreement, Gate, Pump, Waiting
 from .batch import ThdBatch
 from .collate import ThdCollator
 from .dataset import PlannedDataset
-from .mesh import Place, coordinates, cpu_group
+from .mesh import Place, coordinates, cpu_group, end_group
 from .planning import PlanAhead, Share
 from .shapes import Shapes
 from .state_file import read_state, save_state
@@ -132,7 +130,9 @@ class BalancedLoader:
         self._ahead, self._timeout = ahead, timeout
         if ahead < 1 or check_every < 1:
             raise ValueError(f"ahead and check_every must be at least 1; got {ahead} and {check_every}")
-        group = group or self._own_group(place)
+        if group is None:
+            group = cpu_group(place, timeout)
+            weakref.finalize(self, end_group, group, os.getpid()).atexit = False
         self._feed: StreamFeed | None = None
         self._planned: PlannedDataset | None = None
         index: Lengths | Unindexed
@@ -152,14 +152,14 @@ class BalancedLoader:
             index, counted = Unindexed(more=self._feed.more, num_parts=dataset.num_parts), True
         else:
             self._planned = PlannedDataset(dataset, targets=targets, on_error=on_error)
-            index = _index(self._planned, lengths, group_key)
+            index = self._planned.index(lengths, group_key)
             counted = (index.targets is not None or not self._planned.has_labels) and on_error == "raise"
         self.shapes = shapes or Shapes()
         self.shapes.check_rule(recipe.shard, pad_tp, place.cp)
         self.sampler = BalancedBatchSampler(
             index,
             recipe,
-            max_tokens_per_rank=_cap(max_tokens_per_rank, self.shapes),
+            max_tokens_per_rank=self.shapes.cap(max_tokens_per_rank),
             dp=place.dp,
             cp=place.cp,
             rank=place.rank,
@@ -191,7 +191,7 @@ class BalancedLoader:
         self._planning = PlanAhead(
             steps=plan_ahead, processes=processes, share=_share(place) if share_planning else None, timeout=timeout
         )
-        self.sampler.planner = _checked(self._planning, self.shapes)
+        self.sampler.planner = self.shapes.checked(self._planning)
         self._collator = ThdCollator(recipe, restart_positions=restart_positions, shapes=self.shapes)
         self._loader: DataLoader | None = None
         if self._planned is not None:
@@ -210,13 +210,6 @@ class BalancedLoader:
         self._state = self.sampler.state_dict()
         self._resumed = self._at_end = self._asked = False
         self._pump: Pump | None = None
-
-    def _own_group(self, place: Place) -> dist.ProcessGroup | None:
-        """A CPU group of this loader's, gone with it."""
-        group = cpu_group(place, self._timeout)
-        if group is not None:
-            weakref.finalize(self, _destroy, group, os.getpid()).atexit = False
-        return group
 
     @property
     def epoch(self) -> int:
@@ -243,9 +236,14 @@ class BalancedLoader:
     def __iter__(self) -> Iterator[ThdBatch]:
         """Micro-batches from the current epoch's beginning, or from a loaded state.
 
-        After an epoch was read to its end the next iteration reads the next one; an iteration broken off starts over.
+        After an epoch was read to its end (of a stream: until no more came) the next iteration reads the next one; an iteration
+        broken off starts over. A loader has one iteration at a time: RuntimeError in one that another, or a state that was
+        loaded, has ended.
         """
         self._stop()
+        if self._state["step"] and not (self._resumed or self._at_end):
+            self.sampler.load_state_dict(self._state)
+            self._at_end = self.sampler.at_end  # all were taken, if not more asked for
         if self._at_end:
             self.set_epoch(self.epoch + 1)
         elif not self._resumed:
@@ -356,27 +354,6 @@ class BalancedLoader:
     __str__ = describe
 
 
-def _index(dataset: PlannedDataset, lengths: Lengths | None, group_key: str | None) -> Lengths:
-    """The length index that was given, or what the dataset tells."""
-    if lengths is None:
-        return dataset.lengths(group_key)
-    if group_key is not None:
-        raise ValueError("group_key names a column to read; with lengths= give Lengths(group=…) instead")
-    if len(lengths) != len(dataset):
-        raise ValueError(f"the length index has {len(lengths)} documents, the dataset {len(dataset)}")
-    return lengths
-
-
-def _cap(max_tokens_per_rank: int, shapes: Shapes) -> int:
-    """The most tokens that a rank may be planned to hold."""
-    if shapes.pad_to is not None and shapes.pad_to > max_tokens_per_rank:
-        raise ValueError(
-            f"a rank may hold {max_tokens_per_rank} tokens, padding counted; got pad_to={shapes.pad_to}: raise "
-            f"max_tokens_per_rank or lower pad_to"
-        )
-    return shapes.pad_to or max_tokens_per_rank
-
-
 def _share(place: Place) -> Share | None:
     """The job's store and this rank's turn; None for one rank alone."""
     if place.dp * place.cp == 1:
@@ -390,23 +367,6 @@ def _share(place: Place) -> Share | None:
         plane = next(at for at, ranks in enumerate(place.planes) if dist.get_rank() in ranks)
         store = dist.PrefixStore(f"equipoise plane {plane}", store)
     return Share(store=store, rank=place.rank, world=place.dp * place.cp)
-
-
-def _checked(planning: PlanAhead, shapes: Shapes) -> Planner:
-    """Plans ahead, each held against the shapes that were asked for."""
-
-    def plans(windows: Iterable[Window], solver: Solver) -> Iterator[tuple[StepPlan, float]]:
-        for plan, seconds in planning(windows, solver):
-            shapes.check_plan(np.diff(plan.packs.offsets), plan.padded, plan.cp_size)
-            yield plan, seconds
-
-    return plans
-
-
-def _destroy(group: dist.ProcessGroup, owner: int) -> None:
-    """Not in a worker, which inherits the loader by fork and may collect it."""
-    if os.getpid() == owner and dist.is_initialized():
-        dist.destroy_process_group(group)
 
 
 def _chain(first: ThdBatch, rest: Iterator[ThdBatch]) -> Iterator[ThdBatch]:

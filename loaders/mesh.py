@@ -6,6 +6,7 @@ same batches. A mesh may have any of the axes dp (or several that begin with ``d
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -72,3 +73,9 @@ def cpu_group(place: Place, timeout: float) -> dist.ProcessGroup | None:
         if dist.get_rank() in plane:
             mine = group
     return mine
+
+
+def end_group(group: dist.ProcessGroup | None, owner: int) -> None:
+    """Close a group that process ``owner`` made; not in a worker, which inherits it by fork and may collect its loader."""
+    if group is not None and os.getpid() == owner and dist.is_initialized():
+        dist.destroy_process_group(group)

@@ -16,10 +16,17 @@ Cost: the padding itself; ``pad_to`` is also the most tokens a rank may hold, so
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import gcd
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from ..samplers.batch_sampler import Planner, Solver
+    from ..samplers.order import Window
+    from ..samplers.plan import StepPlan
 
 FILLER_TOKENS = 512
 UNEVEN = ("dacp", "mixed")  # rules that give ranks unequal shares
@@ -40,6 +47,25 @@ class Shapes:
         for name, value in vars(self).items():
             if value is not None and (int(value) != value or value < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
+
+    def cap(self, max_tokens_per_rank: int) -> int:
+        """The most tokens that a rank may be planned to hold. Raises ValueError where ``pad_to`` is more than it may hold."""
+        if self.pad_to is not None and self.pad_to > max_tokens_per_rank:
+            raise ValueError(
+                f"a rank may hold {max_tokens_per_rank} tokens, padding counted; got pad_to={self.pad_to}: raise "
+                f"max_tokens_per_rank or lower pad_to"
+            )
+        return self.pad_to or max_tokens_per_rank
+
+    def checked(self, planner: Planner) -> Planner:
+        """The planner, each of its plans held against ``max_docs`` on all ranks alike."""
+
+        def plans(windows: Iterable[Window], solver: Solver) -> Iterator[tuple[StepPlan, float]]:
+            for plan, seconds in planner(windows, solver):
+                self.check_plan(np.diff(plan.packs.offsets), plan.padded, plan.cp_size)
+                yield plan, seconds
+
+        return plans
 
     def check_rule(self, shard: str, pad_tp: int = 0, cp: int = 1) -> None:
         """Refuse a shard rule that gives ranks unequal shares, and padding of documents that does not divide ``pad_to``.
