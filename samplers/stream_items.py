@@ -29,6 +29,7 @@ from .order import StepSize
 FAILED = -1
 """Tokens of a document that could not be read, where that is no error."""
 NEVER = np.iinfo(np.int64).max
+_MOST = 1 << 16  # documents asked for at a time
 _FIRST = 16  # documents asked for where nothing tells how many fill a step
 Numbers = TypeVar("Numbers", int, Int64)
 _PIECE_BITS = 20  # with 33 bits of documents an item is still exact as a JSON number anywhere
@@ -184,7 +185,7 @@ class StreamItems:
         before: items of the step before; 0 where there is none.
         """
         if size.documents_per_step is not None:
-            return size.documents_per_step, max(size.documents_per_step - len(items), 0)
+            return size.documents_per_step, min(max(size.documents_per_step - len(items), 0), _MOST)
         budget, tokens = size.tokens_per_step or 0, self.tokens(items)
         if len(tokens) and tokens[0] > budget:
             _, part, ordinal = self.where(number_of(items[:1]))
@@ -198,7 +199,7 @@ class StreamItems:
             return count, 0
         held = int(filled[-1]) if count else 0
         mean = budget // before if before else held // max(count, 1)
-        return count, min((budget - held) // max(mean, 1) + 1, max(count, before, _FIRST))
+        return count, min((budget - held) // max(mean, 1) + 1, max(count, before, _FIRST), _MOST)
 
     def _at(self, number: Int64) -> Int64:
         """Rows of these documents."""

@@ -118,7 +118,7 @@ def read(
             slots.append((batch.epoch, batch.step, batch.slot, batch.num_slots))
             if len(seen) == stop:
                 return seen, slots, batch.state(), run.feed.failed, run.base.describe()
-    assert not run.feed._held or run.sampler.last != "partial"
+    assert not run.feed._teller.held or run.sampler.last != "partial"
     return seen, slots, run.state, run.feed.failed, run.base.describe()
 
 
@@ -212,7 +212,7 @@ def failing(rank: int, world: int, options: dict) -> str:
     run = Run(rank, world, **options)
     with pytest.raises((ValueError, RuntimeError)) as error:
         list(run.batches(0))
-    assert run.feed._reader is None
+    assert run.feed._teller._reader is None
     return str(error.value)
 
 
@@ -282,8 +282,8 @@ def test_nothing_stays_in_memory_but_what_is_to_come() -> None:
     run = Run(0, 1, shards=((2,) * 300, (3,) * 300), documents_per_step=6)
     before, most = threading.active_count(), 0
     for _ in run.batches(0):
-        most = max(most, len(run.feed._held))
-    assert most <= 12 and not run.feed._held and threading.active_count() == before
+        most = max(most, len(run.feed._teller.held))
+    assert most <= 12 and not run.feed._teller.held and threading.active_count() == before
 
 
 def test_the_group_must_be_that_of_the_plan() -> None:

@@ -293,6 +293,13 @@ def test_few_more_documents_are_asked_for_than_a_step_takes() -> None:
     assert 500 <= sum(asked) <= 700 and len(asked) < 20
 
 
+def test_a_step_of_all_there_is_is_read_a_share_at_a_time() -> None:
+    asked: list[int] = []
+    stream = admission([[3] * 10, [5] * 20], documents_per_step=1 << 40, asked=asked)
+    window = stream.window(0, 0)
+    assert window is not None and len(window.spans) == 30 and max(asked) <= 1 << 16
+
+
 def test_going_on_in_the_same_run_reads_nothing_again() -> None:
     asked: list[int] = []
     stream = admission([[3] * 7, [5] * 7], documents_per_step=4, last="carry", asked=asked)
