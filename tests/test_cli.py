@@ -17,7 +17,12 @@ from typer.testing import CliRunner
 
 from tests.loaders.archives import npy, tar_bytes, wait_for
 
-RUN = [sys.executable, "-c", "from equipoise.cli import app; app()"]
+# A test that runs in the background of a shell has SIGINT ignored, and its children with it.
+RUN = [
+    sys.executable,
+    "-c",
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from equipoise.cli import app; app()",
+]
 
 
 def test_an_index_of_columns(tmp_path: Path) -> None:
