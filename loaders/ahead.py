@@ -13,6 +13,7 @@ it is much (``Waiting``).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -198,6 +199,10 @@ class Pump:
             while True:
                 asked = time.perf_counter()
                 kind, value = self._next()
+                if self._gate.left:
+                    raise RuntimeError(
+                        "this iteration was ended: by another one, by set_epoch, by a state that was loaded, or by close"
+                    )
                 if kind == "error":
                     raise value
                 if kind == "end":
@@ -237,6 +242,8 @@ class Pump:
         RuntimeError if that takes longer than ``timeout`` seconds.
         """
         self._gate.leave()
+        with contextlib.suppress(queue.Full):
+            self._ready.put_nowait(("ended", None))  # whoever waits, or takes up the iteration again, hears of it
         self._thread.join(self._timeout)
         if self._thread.is_alive():
             raise RuntimeError(f"the iteration's thread did not end within {self._timeout:g} s: another rank is stuck")
