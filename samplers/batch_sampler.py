@@ -241,6 +241,8 @@ class BalancedBatchSampler:
         if epoch != int(epoch) or epoch < 0:
             raise ValueError(f"epoch must be a whole number of at least 0; got {epoch!r}")
         self.epoch, self.first_step, self.first_slot, self._rest = int(epoch), 0, 0, None
+        start = self.admission.start(self.epoch)
+        self.admission.resume(self.epoch, 0, start, start)  # not from where a state had stood in it
 
     @property
     def solver(self) -> Solver:

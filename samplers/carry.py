@@ -108,8 +108,11 @@ class QueuedAdmission:
     def held(self, epoch: int, step: int) -> Held:
         """What waits before a step."""
         known = self._held.setdefault(epoch, {0: Held.nothing()})
-        at = max(number for number in known if number <= step)
-        held = known[at]
+        there = known.copy()  # at once: another thread may add to it, and forget
+        at = max((number for number in there if number <= step), default=-1)
+        if at < 0:
+            self.base.members(epoch, step)  # says why it cannot be told
+        held = there[at]
         for number in range(at, step):
             held = self._release(epoch, number, held)[1]
             known[number + 1] = held

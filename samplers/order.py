@@ -263,18 +263,26 @@ class Admission:
         first, edges = self._edges.setdefault(epoch, (self._first_edge(epoch)[0], [self._first_edge(epoch)[1]]))
         end = (epoch + 1) * self.order.size
         size = self.step_size.documents_per_step
+        if step is not None and step < first:
+            raise ValueError(
+                f"step {step} of epoch {epoch} lies before step {first}, where the run goes on from a state: set_epoch({epoch}) "
+                f"begins the epoch anew"
+            )
         if size is not None:
             last = self.num_steps(epoch)
             if step is not None and step > last:
                 return -1
             return min(edges[0] + ((last if step is None else step) - first) * size, end)
-        while (step is None or first + len(edges) <= step) and edges[-1] >= 0:
-            following = self._next_edge(edges[-1], end) if edges[-1] < end else None
-            if following is None and edges[-1] < end and self.last == "partial":
+        at = len(edges) - 1
+        while (step is None or first + at < step) and edges[at] >= 0:
+            following = self._next_edge(edges[at], end) if edges[at] < end else None
+            if following is None and edges[at] < end and self.last == "partial":
                 following = end
-            edges.append(-1 if following is None else following)  # -1 closes the list
+            at += 1
+            # -1 closes the list. Put in its place, for another thread may be scanning too, and finds the same.
+            edges[at : at + 1] = [-1 if following is None else following]
         if step is None:
-            return edges[-2]
+            return edges[at - 1]
         return edges[step - first] if step - first < len(edges) else -1
 
     def num_steps(self, epoch: int) -> int:
