@@ -29,8 +29,8 @@ from numba import njit
 
 from ..packing.lengths import Lengths
 from ..packing.packs import Int64
-from .tar_map import ITEM_BYTES, TarMap
-from .tar_members import ARRAYS, TEXTS, format_of, text_columns
+from .tar_map import TarMap
+from .tar_members import ARRAYS, ITEM_BYTES, TEXTS, format_of, text_columns
 from .tar_read import Buffers, Handle, read_range
 
 MAX_OPEN = 64

@@ -15,10 +15,8 @@ import pyarrow as pa
 
 from ..packing.packs import Int64
 from .index_file import read_index
-from .tar_members import ARRAYS, CODES, TEXTS, Members, format_of
+from .tar_members import ARRAYS, CODES, ITEM_BYTES, TEXTS, Members, format_of
 
-ITEM_BYTES = np.array([np.dtype(code).itemsize for code in ARRAYS] + [1] * len(TEXTS))
-"""Bytes of a value of each of CODES, int64."""
 _CHECKED_AT_ONCE = 1 << 20
 
 

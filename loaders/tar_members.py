@@ -30,6 +30,8 @@ NUM_INTEGERS = 8
 TEXTS = ("json", "txt", "cls")
 CODES = ARRAYS + TEXTS
 """What the numbers of an index's dtype columns mean."""
+ITEM_BYTES = np.array([np.dtype(code).itemsize for code in ARRAYS] + [1] * len(TEXTS))
+"""Bytes of a value of each of ``CODES``, int64."""
 FORMATS = ("npy", "bin", *TEXTS)
 PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
 

@@ -14,12 +14,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ..packing.packs import Int64
-from .tar_members import ARRAYS, CODES, NUM_INTEGERS, TEXTS, Members, format_of, text_columns
+from .tar_members import ARRAYS, CODES, ITEM_BYTES, NUM_INTEGERS, TEXTS, Members, format_of, text_columns
 from .tar_samples import Samples, group, parse_npy_header, read_npy_headers
 from .tar_scan import Bytes, Files, TarError, walk
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-_ITEM_BYTES = np.array([np.dtype(code).itemsize for code in ARRAYS])
 
 
 def shard_rows(path: str, members: Members) -> tuple[pa.RecordBatch, list[list[str]], int]:
@@ -122,19 +121,10 @@ class _Shard:
         if format_of(self.members.extensions[at]) == "bin":
             assert self.members.dtype is not None
             place.dtype[:] = ARRAYS.index(self.members.dtype)
-            counted = place.size // _ITEM_BYTES[place.dtype]
+            counted = place.size // ITEM_BYTES[place.dtype]
         else:
-            counted = np.zeros(len(place.offset), np.int64)
-            read_npy_headers(self.data, place.offset, place.size, counted, place.dtype)
-            for row in np.flatnonzero(place.dtype < 0).tolist():
-                try:
-                    member = self.data[place.offset[row] : place.offset[row] + place.size[row]]
-                    header, counted[row], place.dtype[row] = parse_npy_header(member)
-                except ValueError as error:
-                    raise self._refusal(row, at, str(error)) from None
-                place.offset[row] += header
-                place.size[row] -= header
-        item = _ITEM_BYTES[place.dtype]
+            counted = self._npy_lengths(at, place)
+        item = ITEM_BYTES[place.dtype]
         # A count is compared before it is multiplied: what a header states may overflow.
         good = (counted == place.size // item) & (place.size % item == 0)
         self._require(
@@ -147,6 +137,20 @@ class _Shard:
         else:
             rule = "a column has one value per token; this one has {counted} beside {tokens} tokens"
             self._require(counted == tokens, at, rule, counted=counted, tokens=tokens)
+        return counted
+
+    def _npy_lengths(self, at: int, place: _Place) -> Int64:
+        """Values that each npy header states, int64[n]; leaves the place behind the headers."""
+        counted = np.zeros(len(place.offset), np.int64)
+        read_npy_headers(self.data, place.offset, place.size, counted, place.dtype)
+        for row in np.flatnonzero(place.dtype < 0).tolist():
+            member = self.data[place.offset[row] : place.offset[row] + place.size[row]]
+            try:
+                header, counted[row], place.dtype[row] = parse_npy_header(member)
+            except ValueError as error:
+                raise self._refusal(row, at, str(error)) from None
+            place.offset[row] += header
+            place.size[row] -= header
         return counted
 
     def read_texts(self, at: int, place: _Place, name: str, tokens: Int64) -> tuple[Int64, list[str]]:
