@@ -5,7 +5,7 @@ planner with the thread that started it, none outlives the trainer. A solver is 
 pickled, for they stay between our own live processes. A planner that died is an error of the step it was at, and of no
 other: the next step gets a new one.
 
-Cost: 0.3 s of CPU to start a planner, 0.1 GB of memory each.
+Cost: 0.6 s and 0.1 GB to start a planner; half a millisecond to send 512 documents there and their plan back.
 """
 
 from __future__ import annotations

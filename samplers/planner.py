@@ -5,7 +5,7 @@ inherits. A program of its own, and no ``multiprocessing`` worker, because that 
 every planner: seconds of imports, and an endless loop where the script has no ``if __name__ == "__main__":``. Here that
 happens only where the solver itself comes from the script, such as a cost function that is defined in it.
 
-Cost: a third of a second from start to the first plan, nearly all of it the import of numba.
+Cost: 0.6 s from start to the first plan: half of it imports numba, half loads compiled kernels. 0.1 GB of memory.
 """
 
 from __future__ import annotations
