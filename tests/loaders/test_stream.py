@@ -288,11 +288,24 @@ def test_the_next_shard_of_a_part_is_read_behind_one_that_fails(tmp_path: Path) 
     assert read[-1] == [9] and failures == 1
 
 
+@pytest.mark.parametrize("dtype", ["u1", "<i2", ">u4", "<i8", "<f4", "?", "<f2"])
+def test_npy_members_are_what_numpy_reads(dtype: str) -> None:
+    for size in (0, 1, 1000):
+        values = np.arange(size).astype(dtype)
+        assert np.array_equal(npy_values(npy(values)), values) and npy_values(
+            npy(values)
+        ).dtype == values.dtype.newbyteorder("=")
+
+
 def test_hostile_members(tmp_path: Path) -> None:
-    huge = npy(np.zeros(3, np.uint16)).replace(b"'shape': (3,)", b"'shape': (999999999999,)".ljust(13))
-    huge = huge[: 8 + 2 + 118 + 6]
+    huge = npy(np.zeros(3, np.uint16)).replace(b"'shape': (3,), }           ", b"'shape': (999999999999,), }")
+    long = npy(np.zeros(3, np.uint16)).replace(b"'shape': (3,)", b"'shape': (999999999999,)")
     for data, text in (
-        (huge, "its header tells of|it is no .npy"),
+        (huge, "its header tells of 999999999999 x uint16, and 6 bytes are behind it"),
+        (long, "its header tells of 999999999999 x uint16, and 17 bytes are behind it"),
+        (npy(np.zeros(3)).replace(b"(3,)", b"(4,)"), "its header tells of 4 x float64, and 24 bytes are behind it"),
+        (npy(np.zeros(3))[:-8], "its header tells of 3 x float64, and 16 bytes"),
+        (npy(np.zeros(3)).replace(b"\x76\x00{", b"\xff\xff{"), "it is no .npy"),
         (npy([[1, 2]]), "one dimension are needed; got int64 of shape"),
         (npy(["a"]), "got <U1"),
         (npy([{}], allow_pickle=True), "got object of shape"),
