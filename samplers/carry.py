@@ -19,6 +19,7 @@ meant to have, so that released outliers find packs that can grow beside them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from .groups import summed
 from .order import Admission, Window
 from .plan import Cluster
 from .solve import Cost, wlb_slots
+from .stream import StreamAdmission
 
 _EVERY = 64  # steps between snapshots
 
@@ -79,7 +81,7 @@ class Delays:
 class QueuedAdmission:
     """An ``Admission`` whose long documents may wait; it has the same methods."""
 
-    base: Admission
+    base: Admission | StreamAdmission
     queues: WlbQueues
     cluster: Cluster
     cost: Cost
@@ -92,15 +94,15 @@ class QueuedAdmission:
         self._held.clear()
         self._num_steps.clear()
 
-    def start(self, epoch: int) -> int:
+    def start(self, epoch: int) -> Any:
         """Position in the stream of the epoch's first document."""
         return self.base.start(epoch)
 
-    def position(self, epoch: int, step: int) -> int:
+    def position(self, epoch: int, step: int) -> Any:
         """Where the documents that a step adds begin in the stream."""
         return self.base.position(epoch, step)
 
-    def resume(self, epoch: int, step: int, position: int, start: int) -> None:
+    def resume(self, epoch: int, step: int, position: Any, start: Any) -> None:
         """Begin this step at this position of the stream; ``put`` says what waits there."""
         self.base.resume(epoch, step, position, start)
         self._held, self._num_steps = {}, {}

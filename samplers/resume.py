@@ -79,11 +79,12 @@ def warning(differs: list[str], saved: dict, config: dict, rest: bool) -> str:
     return text + ("; what was left of the step under way is a step of its own" if rest else "")
 
 
-def alike(items: Items | GroupedItems, other: Items | GroupedItems) -> bool:
-    """Whether two sets of items are the same documents and pieces, under the same numbers."""
-    if isinstance(items, GroupedItems) or isinstance(other, GroupedItems):
-        assert isinstance(items, GroupedItems) and isinstance(other, GroupedItems)
+def alike(items: Items | GroupedItems | StreamItems, other: Items | GroupedItems | StreamItems) -> bool:
+    """Whether two sets of items are the same documents and pieces, under the same numbers; not known of a stream's."""
+    if isinstance(items, GroupedItems) and isinstance(other, GroupedItems):
         return np.array_equal(items.member, other.member) and np.array_equal(items.offsets, other.offsets)
+    if not isinstance(items, Items) or not isinstance(other, Items):
+        return False
     cut = "truncate" in (items.too_long, other.too_long) and (items.num_long or other.num_long)
     names = ("removed", "piece_document", "piece_start")
     return not cut and all(np.array_equal(getattr(items, name), getattr(other, name)) for name in names)
