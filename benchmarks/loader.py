@@ -23,6 +23,7 @@ import tarfile
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 MAX_TOKENS = 65536
 SHARDS = 8
+AHEAD = 8  # batches that a loader holds ready
 
 
 def lengths_of(documents: int) -> np.ndarray:
@@ -81,7 +83,7 @@ def balanced(source: Any, workers: int) -> BalancedLoader:
         documents_per_step=512,
         dp=1,
         num_workers=workers,
-        ahead=8,
+        ahead=AHEAD,
     )
 
 
@@ -155,9 +157,10 @@ def drain(batches: Iterable[Any]) -> tuple[int, int]:
 
 
 def bare_copy(source: torch.Tensor) -> int:
-    """input_ids, labels, position_ids and shard_index, copied batch by batch from memory that no cache holds."""
+    """input_ids, labels, position_ids and shard_index, copied batch by batch; as many are alive as a loader holds ready."""
+    ready: deque[torch.Tensor] = deque(maxlen=AHEAD)
     for batch in source:
-        batch.clone()
+        ready.append(batch.clone())
     return len(source) * MAX_TOKENS
 
 
@@ -167,7 +170,7 @@ def speeds(folder: Path, documents: int, workers: int, repeats: int) -> dict[str
     expected = {drain(each) for each in made.values()}
     assert len(expected) == 1, f"all loaders must deliver the same tokens; got {expected}"
     seen: dict[str, list[float]] = {name: [] for name in [*made, COPY]}
-    source = torch.zeros(64, 4, MAX_TOKENS, dtype=torch.int64)
+    source = torch.ones(64, 4, MAX_TOKENS, dtype=torch.int64)
     for _ in range(repeats):
         for name in seen:
             begin = time.perf_counter()
