@@ -126,7 +126,7 @@ def solve_scip(program: Program, seconds: float, nodes: int = 0) -> Float64 | No
     for variable, value in zip(x, program.start, strict=True):
         scip.setSolVal(first, variable, float(value))
     scip.addSol(first)
-    scip.optimize()
+    scip.optimizeNogil()
     if scip.getNSols() == 0:
         return None
     best = scip.getBestSol()
