@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from .groups import CpGroups
 from .kernels.contract import Kernel, Rows, add_, covers, kernel_for, merge_, sum_dtype, take
 from .plan import AttentionPlan
-from .program import lower
+from .program import Program, lower
 from .transport import Freight, Journey, Pair, Travelling
 from .ulysses import UlyssesPlan, attend_ulysses
 
@@ -58,8 +58,8 @@ def attend(
 
     Raises ValueError, before anything is sent, if tensors do not fit the plan, each other or the groups.
     """
-    index = _index(plan, groups)
-    _validate(plan.tokens_of(index), q_THD, k_TKD, v_TKD)
+    index = own_index(plan, groups)
+    validate(plan.tokens_of(index), q_THD, k_TKD, v_TKD)
     backend = kernel_for(q_THD.device, kernel)
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
     group = groups[plan.ranks]
@@ -69,7 +69,7 @@ def attend(
     return _Attend.apply(q_THD, k_TKD, v_TKD, run, group, scale, keep)
 
 
-def _index(plan: AttentionPlan | UlyssesPlan, groups: CpGroups) -> int:
+def own_index(plan: AttentionPlan | UlyssesPlan, groups: CpGroups) -> int:
     if groups.rank not in plan.ranks:
         raise ValueError(
             f"Rank {groups.rank} runs a plan of ranks {list(plan.ranks)}; give each rank the plan of its own."
@@ -80,7 +80,7 @@ def _index(plan: AttentionPlan | UlyssesPlan, groups: CpGroups) -> int:
     return index
 
 
-def _validate(tokens: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+def validate(tokens: int, q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape:
         raise ValueError(f"attend takes q [tokens, heads, dim] and k, v [tokens, kv_heads, dim] alike; got {shapes}.")
@@ -107,7 +107,7 @@ class _Stage:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Run:
+class Run:
     """A plan made ready for one rank, device and backend; shared by all layers."""
 
     stages: list[_Stage]
@@ -120,15 +120,15 @@ class _Run:
         return Journey([stage.moves for stage in self.stages], self.read_until, home, group, kept)
 
 
-def _prepared(plan: AttentionPlan, index: int, kernel: Kernel, device: torch.device) -> _Run:
+def _prepared(plan: AttentionPlan, index: int, kernel: Kernel, device: torch.device) -> Run:
     key = (index, kernel, device)
     if key not in plan.cache:
-        plan.cache[key] = _prepare(plan, index, kernel, device)
+        plan.cache[key] = prepare(lower(plan, index), kernel, device)
     return plan.cache[key]
 
 
-def _prepare(plan: AttentionPlan, index: int, kernel: Kernel, device: torch.device) -> _Run:
-    program = lower(plan, index)
+def prepare(program: Program, kernel: Kernel, device: torch.device) -> Run:
+    """What one rank does, with its index tensors and kernel handles on the device."""
     rows = program.buffer_rows
     read_until: dict[int, int] = {}
     for s, stage in enumerate(program.stages):
@@ -144,11 +144,11 @@ def _prepare(plan: AttentionPlan, index: int, kernel: Kernel, device: torch.devi
         )
         for stage in program.stages
     ]
-    return _Run(stages=stages, kernel=kernel, buffer_rows=rows, read_until=read_until)
+    return Run(stages=stages, kernel=kernel, buffer_rows=rows, read_until=read_until)
 
 
-def _forward(
-    run: _Run, journey: Journey, q: Tensor, scale: float, kept: dict[int, Tensor] | None
+def run_forward(
+    run: Run, journey: Journey, q: Tensor, scale: float, kept: dict[int, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """→ out [T, H, D] in q's dtype, lse [H, T]. Fills `kept` with the received buffers that tiles read."""
     dtype, (T, H, D) = sum_dtype(q.dtype), q.shape
@@ -170,10 +170,10 @@ def _forward(
     return out.to(q.dtype), lse_TH.transpose(0, 1)
 
 
-def _backward(
-    run: _Run, journey: Journey, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float
+def run_backward(
+    run: Run, journey: Journey, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """→ dq, dk, dv of the rows at home."""
+    """→ dq, dk, dv of the rows at home, in the dtype they were summed in."""
     dtype, k_home = sum_dtype(q.dtype), journey.home[0]
     dq: Tensor | None = None
     grads: dict[int, Pair] = {}
@@ -202,7 +202,7 @@ def _backward(
     if coming is not None:
         grads[0] = coming.land(gradients(0))
     dk, dv = gradients(0)
-    return torch.zeros_like(q) if dq is None else dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    return torch.zeros_like(q) if dq is None else dq, dk, dv
 
 
 def _plus(total: Tensor | None, count: int, rows: Rows, part: Tensor, dtype: torch.dtype) -> Tensor:
@@ -219,7 +219,7 @@ class _Attend(torch.autograd.Function):
     def forward(ctx, q, k, v, run, group, scale, keep):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         kept: dict[int, Tensor] | None = {} if keep else None
-        out, lse = _forward(run, run.journey((k, v), group), q, scale, kept)
+        out, lse = run_forward(run, run.journey((k, v), group), q, scale, kept)
         ctx.save_for_backward(q, k, v, out, lse, *(kept or {}).values())
         ctx.kept = None if kept is None else list(kept)
         ctx.run, ctx.group, ctx.scale = run, group, scale
@@ -232,4 +232,5 @@ class _Attend(torch.autograd.Function):
         kept = None if ctx.kept is None else dict(zip(ctx.kept, buffers, strict=True))
         journey = ctx.run.journey((k, v), ctx.group, kept)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        return *_backward(ctx.run, journey, dout, q, out, lse, ctx.scale), None, None, None, None
+        grads = run_backward(ctx.run, journey, dout, q, out, lse, ctx.scale)
+        return *(x.to(q.dtype) for x in grads), None, None, None, None
