@@ -41,7 +41,7 @@ FAULTS = ("reader killed", "document raises", "rank killed", "state damaged", "r
 GRACE = 15.0  # seconds beyond two timeouts within which all ranks must have ended, and their workers
 SLACK = 8  # megabytes that memory may grow by, beside 5 %
 STATE = 1 << 15  # bytes of a state, at most
-HEAD = f"{'start':>5s} {'dp x cp':>7s} {'readers':>7s} {'steps':>6s}  {'fault':16s}{'ended in':>9s}{'again':>6s}{'MB':>12s}{'files':>6s}{'s':>6s}"
+HEAD = f"{'start':>5s} {'dp x cp':>7s} {'readers':>7s} {'steps':>6s}  {'fault':16s}{'ended in':>9s}{'again':>6s}{'MB':>12s}{'files':>6s}{'s':>6s}{'longest':>9s}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +82,14 @@ class Ending:
         return [f"start {self.start.number}: {each}" for each in found]
 
     def line(self, again: int) -> str:
-        """Of the table: steps behind it, micro-batches that it did again, memory and files of the largest rank."""
-        start = self.start
+        """Of the table: steps behind it, micro-batches that it did again, memory and files of the largest rank, seconds, and
+        the longest that a rank was between two micro-batches."""
+        start, longest = self.start, max((told["longest"] for told in self.told if told), default=0)
         grown = f"{self.largest(0, 0):.0f} … {self.largest(0, -1):.0f}"
         ended = f"{self.ending:.1f} s" if start.fault else ""
         return (
             f"{start.number:5d} {f'{start.dp} x {start.cp}':>7s} {start.workers:7d} {counts(self.state)[1] if self.state else 0:6d}  "
-            f"{start.fault:16s}{ended:>9s}{again:6d}{grown:>12s}{self.largest(1, -1):6.0f}{self.seconds:6.1f}"
+            f"{start.fault:16s}{ended:>9s}{again:6d}{grown:>12s}{self.largest(1, -1):6.0f}{self.seconds:6.1f}{longest:9.2f}"
         )
 
 

@@ -134,7 +134,7 @@ def run_rank(rank: int, start: Start, job: Job) -> None:
     torch.set_num_threads(1)
     logging.getLogger("equipoise").setLevel(logging.ERROR)  # the trainer does nothing, and so waits much
     warnings.filterwarnings("ignore", message="the run is resumed under another configuration")
-    told: dict[str, Any] = {"samples": [], "refused": [], "error": None}
+    told: dict[str, Any] = {"samples": [], "refused": [], "error": None, "longest": 0.0}
     loader = None
     try:
         dist.init_process_group(
@@ -148,11 +148,13 @@ def run_rank(rank: int, start: Start, job: Job) -> None:
         Trainer(loader, start, job, told).run()
     except Exception as error:
         told["error"] = f"{type(error).__name__}: {error}"
+    begin = time.monotonic()
     try:
         if loader is not None:
             loader.close()
     except Exception as error:
         told["error"] = f"{told['error']}; when it was closed, {type(error).__name__}: {error}"
+    told["longest"] = max(told["longest"], time.monotonic() - begin)
     (job.folder / f"told-{start.number}-{rank}").write_text(json.dumps(told))
     sys.exit(told["error"] is not None)
 
@@ -164,6 +166,7 @@ class Trainer:
         self.loader, self.start, self.job, self.told = loader, start, job, told
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.batches, self.steps = self.resume()
+        self.before, self.struck = time.monotonic(), False
 
     def resume(self) -> tuple[int, int]:
         """Load the newest state that is whole, and do away with newer ones; what lies before it."""
@@ -196,7 +199,8 @@ class Trainer:
 
     def take(self, batch: ThdBatch, journal: IO[bytes]) -> bool:
         """One micro-batch; whether it was the last of this start."""
-        start, every = self.start, self.job.save_every
+        start, every, now = self.start, self.job.save_every, time.monotonic()
+        self.told["longest"], self.before = max(self.told["longest"], now - self.before), now
         journal.write(rows(batch, self.batches).tobytes())
         self.batches += 1
         if batch.is_last_slot:
@@ -204,8 +208,8 @@ class Trainer:
             dist.all_reduce(torch.ones(8))  # where gradients would be summed
             if self.steps % every == 0:
                 self.told["samples"].append(memory())
-            if start.fault and self.steps >= start.at:
-                self.strike()
+            if start.fault and self.steps >= start.at and not self.struck:
+                self.struck = self.strike()
         over = self.steps >= start.until and not start.last and (batch.is_last_slot or start.number % 2 == 1)
         middle = batch.slot == 0 and self.steps % every == every // 2
         if over or middle or (batch.is_last_slot and self.steps % every == 0):
@@ -222,16 +226,18 @@ class Trainer:
         for old in states(self.job.folder)[:-KEPT] if self.rank == 0 else ():
             old.unlink()
 
-    def strike(self) -> None:
-        """Break something; again and again until that has ended the job."""
-        fault = self.start.fault
+    def strike(self) -> bool:
+        """Break something; False where there was nothing to break yet."""
+        fault, readers = self.start.fault, list[Any]()
         if fault == "state damaged" or (fault == "rank killed" and self.rank == self.world - 1):
             os.kill(os.getpid(), signal.SIGKILL)
         if fault in ("document raises", "reader slow") and self.rank == 0:
             (self.job.folder / fault).touch()
         if fault == "reader killed" and self.rank == 0:
-            for reader in multiprocessing.active_children():
-                os.kill(reader.pid or 0, signal.SIGKILL)
+            readers = multiprocessing.active_children()
+            for reader in readers:
+                os.kill(reader.pid, signal.SIGKILL)
+        return fault != "reader killed" or bool(readers)
 
 
 def rows(batch: ThdBatch, index: int) -> np.ndarray:
