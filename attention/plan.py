@@ -9,9 +9,9 @@ the pack, in five int64 arrays:
   at home or received them in an earlier stage, which is what a ring does;
 - `returns`: the same columns, rows whose dK and dV go from their user `src` to their home `dst` after that stage.
 
-Planners write them, the executor obeys. Moves and returns are always those of all ranks, since whether a stage
-communicates at all must be known alike everywhere; tiles may be one rank's only (`rank`), since those of a large group
-are many. `check()` proves a plan on paper: each pair of the mask once, each row in time, each gradient home once.
+Planners write them, the executor obeys. A plan may list one rank's part only (`rank`), since that of a large group is
+long; `traffic` still says what all ranks exchange, since whether a stage communicates at all must be known alike
+everywhere. `check()` proves a plan on paper: each pair of the mask once, each row in time, each gradient home once.
 
     >>> from equipoise.packing.shards import zigzag
     >>> from equipoise.attention.ring import ring_plan
@@ -38,6 +38,16 @@ KV = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Traffic:
+    """KV rows that the ranks of a plan exchange."""
+
+    by_stage: Int64
+    """int64[stages, 2]: rows moved before and returned after each stage, by all ranks. 0: there is no exchange."""
+    by_rank: Int64
+    """int64[4, P]: rows that each rank sends, receives, returns and reduces."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionPlan:
     """See the module. Ranks inside the arrays are indices into `ranks`: 0 … len(ranks)-1."""
 
@@ -57,6 +67,8 @@ class AttentionPlan:
     """int64[n, 6]."""
     rank: int | None = None
     """Index of the only rank whose tiles are here; None: those of all."""
+    known: Traffic | None = None
+    """What all ranks exchange, where moves and returns are only those that `rank` takes part in; None: they are all here."""
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     """What executors prepared from the plan (device tensors, kernel handles): left behind when the plan is pickled."""
 
@@ -69,6 +81,10 @@ class AttentionPlan:
         object.__setattr__(self, "home_offsets", np.asarray(self.home_offsets, dtype=np.int64))
         if len(self.home_offsets) != len(self.ranks) + 1:
             raise ValueError(f"home_offsets must have {len(self.ranks) + 1} entries; got {len(self.home_offsets)}.")
+        if self.known is not None and self.rank is None:
+            raise ValueError(
+                "What all ranks exchange follows from their moves and returns: leave out known, or say whose rank's they are."
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "cache": {}}
@@ -77,7 +93,13 @@ class AttentionPlan:
     def stages(self) -> int:
         """Number of stages, at least 1."""
         columns = (self.tiles[:, 1], self.moves[:, 0], self.returns[:, 0])
-        return 1 + max((int(column.max()) for column in columns if len(column)), default=0)
+        listed = 1 + max((int(column.max()) for column in columns if len(column)), default=0)
+        return listed if self.known is None else max(listed, len(self.known.by_stage))
+
+    @property
+    def traffic(self) -> Traffic:
+        """What all ranks exchange."""
+        return self.known or self._listed_traffic()
 
     def home_of(self, rank: int) -> Int64:
         """(start, stop) of what `rank` holds, in the order it holds them, int64[n, 2]."""
@@ -98,32 +120,29 @@ class AttentionPlan:
         if cu.ndim != 1 or len(cu) == 0 or cu[0] != 0 or cu[-1] != self.tokens or np.any(np.diff(cu) < 0):
             raise ValueError(f"cu_seqlens must rise from 0 to the plan's {self.tokens} tokens; got {cu}.")
         owner = proof.owners(self.home_offsets, self.home, self.tokens)
-        arrival = proof.arrivals(owner, self.moves, len(self.ranks))
+        arrival = proof.arrivals(owner, self.moves, len(self.ranks), None if self.known is None else self.rank)
         computing = range(len(self.ranks)) if self.rank is None else [self.rank]
         proof.tiles_are_fed(self.tiles, owner, arrival, computing)
         proof.pairs_once(self.tiles, owner, cu, computing)
         proof.gradients_return(self.tiles, self.returns, owner, arrival, computing)
+        if self.known is not None and self.rank is not None:
+            listed = self._listed_traffic()
+            proof.traffic_is_known(self.rank, listed.by_stage, listed.by_rank, self.known.by_stage, self.known.by_rank)
 
     def loads(self, bytes_per_row: int = 1) -> Loads:
         """What every rank computes, sends and receives. bytes_per_row: those of one token's K and V, 2 · h_kv · itemsize.
 
         With `rank` given, pairs of other ranks are not known here and count as 0.
         """
-        P = len(self.ranks)
-        pairs = np.zeros(P, np.int64)
+        pairs = np.zeros(len(self.ranks), np.int64)
         np.add.at(pairs, self.tiles[:, 0], bands.pairs(self.tiles[:, 2:]))
-        counts = []
-        for routes in (self.moves, self.returns):
-            for column in (2, 3):
-                rows = np.zeros(P, np.int64)
-                np.add.at(rows, routes[:, column], routes[:, 5] - routes[:, 4])
-                counts.append(rows)
+        sent, received, returned, reduced = self.traffic.by_rank
         return Loads(
             pairs=pairs,
-            rows_sent=counts[0],
-            rows_received=counts[1],
-            rows_returned=counts[2],
-            rows_reduced=counts[3],
+            rows_sent=sent,
+            rows_received=received,
+            rows_returned=returned,
+            rows_reduced=reduced,
             bytes_per_row=bytes_per_row,
         )
 
@@ -140,6 +159,17 @@ class AttentionPlan:
 
     def __str__(self) -> str:
         return self.describe()
+
+    def _listed_traffic(self) -> Traffic:
+        """What the moves and returns listed here add up to."""
+        by_stage = np.zeros((self.stages, 2), np.int64)
+        by_rank = np.zeros((4, len(self.ranks)), np.int64)
+        for kind, routes in enumerate((self.moves, self.returns)):
+            rows = routes[:, 5] - routes[:, 4]
+            np.add.at(by_stage[:, kind], routes[:, 0], rows)
+            for side in (0, 1):
+                np.add.at(by_rank[2 * kind + side], routes[:, 2 + side], rows)
+        return Traffic(by_stage=by_stage, by_rank=by_rank)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -3,7 +3,7 @@
 A rank keeps its own rows in buffer 0, in the order it holds them, and the KV rows that arrive in stage s in buffer s,
 ordered by sender and then as the plan lists them. `lower` turns tiles into tiles of addresses (joined where rows lie
 side by side, which makes one causal square of a zigzag rank's two chunks), and moves and returns into rows to pick and
-split sizes of one all-to-all a stage. Whether a stage has an all-to-all follows from the plan of all ranks, so a rank
+split sizes of one all-to-all a stage. Whether a stage has an all-to-all follows from what all ranks exchange, so a rank
 with nothing to send or receive takes part with empty splits.
 
     >>> from equipoise.packing.shards import zigzag
@@ -65,12 +65,14 @@ def lower(plan: AttentionPlan, rank: int) -> Program:
         raise ValueError(f"This plan holds the tiles of rank {plan.rank} of {plan.ranks}; got rank {rank}.")
     held, buffer_rows = _holdings(plan, rank)
     moves, returns = _by_stage(plan.moves, plan.stages), _by_stage(plan.returns, plan.stages)
+    exchanged = np.zeros((plan.stages, 2), bool)
+    exchanged[: len(plan.traffic.by_stage)] = plan.traffic.by_stage > 0
     tiles = plan.tiles[plan.tiles[:, 0] == rank]
     stages = [
         Stage(
             tiles=_addressed(tiles[tiles[:, 1] == s], held),
-            moves=_cargo(moves[s], rank, len(plan.ranks), held, landing=False),
-            returns=_cargo(returns[s], rank, len(plan.ranks), held, landing=True),
+            moves=_cargo(moves[s], rank, len(plan.ranks), held, landing=False) if exchanged[s, 0] else None,
+            returns=_cargo(returns[s], rank, len(plan.ranks), held, landing=True) if exchanged[s, 1] else None,
         )
         for s in range(plan.stages)
     ]
@@ -102,30 +104,30 @@ def _addressed(tiles: Int64, held: Int64) -> list[tuple[int, Int64]]:
     """Tiles of addresses by buffer of their keys."""
     out = np.empty((_cut(tiles, held, np.empty((0, 7), np.int64)), 7), np.int64)
     _cut(tiles, held, out)
-    return [(int(b), join(out[out[:, 0] == b, 1:])) for b in np.unique(out[:, 0])]
+    return [(int(b), join(out[out[:, 0] == b, 1:])) for b in np.flatnonzero(np.bincount(out[:, 0]))]
 
 
-def _cargo(routes: Int64, rank: int, ranks: int, held: Int64, landing: bool) -> Cargo | None:
-    """The rank's part in the exchange of `routes`, the moves or returns of all ranks in one stage."""
-    if len(routes) == 0:
-        return None
+def _cargo(routes: Int64, rank: int, ranks: int, held: Int64, landing: bool) -> Cargo:
+    """The rank's part in the exchange of `routes`, moves or returns of one stage."""
     length = routes[:, 5] - routes[:, 4]
     going, coming = routes[:, 2] == rank, routes[:, 3] == rank
     outgoing = routes[going][np.argsort(routes[going, 3], kind="stable")]
     incoming = routes[coming][np.argsort(routes[coming, 2], kind="stable")]
     buffer, row = _locate(np.ascontiguousarray(outgoing[:, 4:]), held)
     by_buffer = np.argsort(buffer, kind="stable")
-    used = np.unique(buffer)
+    used = np.flatnonzero(np.bincount(buffer))
+    sent, received = (
+        np.bincount(routes[at, side], length[at], ranks).astype(int) for at, side in ((going, 3), (coming, 2))
+    )
     landings: list[Int64] = []
     if landing:
         _, at_home = _locate(np.ascontiguousarray(incoming[:, 4:]), held)
-        arriving = np.repeat(incoming[:, 2], incoming[:, 5] - incoming[:, 4])
-        landings = [at_home[arriving == src] for src in range(ranks)]
+        landings = np.split(at_home, np.cumsum(received)[:-1])
     return Cargo(
         picks=[(int(b), row[buffer == b]) for b in used],
         order=np.argsort(by_buffer, kind="stable") if len(used) > 1 else None,
-        send_splits=np.bincount(routes[going, 3], length[going], ranks).astype(int).tolist(),
-        receive_splits=np.bincount(routes[coming, 2], length[coming], ranks).astype(int).tolist(),
+        send_splits=sent.tolist(),
+        receive_splits=received.tolist(),
         landing=landings,
     )
 

@@ -35,10 +35,11 @@ def owners(home_offsets: Int64, home: Int64, tokens: int) -> Int64:
     return owner
 
 
-def arrivals(owner: Int64, moves: Int64, ranks: int) -> Int64:
+def arrivals(owner: Int64, moves: Int64, ranks: int, only: int | None = None) -> Int64:
     """The stage from which each rank has each row, int64[ranks, tokens]: 0 at home, NEVER if it never arrives.
 
-    A sender must have a row before the stage it sends it in, and no rank is sent a row it has.
+    A sender must have a row before the stage it sends it in, and no rank is sent a row it has. only: the rank whose moves
+    these are; what others have before they send it is not known then.
     """
     arrival = np.full((ranks, len(owner)), NEVER, np.int64)
     arrival[owner, np.arange(len(owner))] = 0
@@ -46,10 +47,10 @@ def arrivals(owner: Int64, moves: Int64, ranks: int) -> Int64:
     if len(moves) and moves[:, 0].min() < 1:
         raise ValueError("A move arrives in stage 1 or later: stage 0 computes on what is at home.")
     ordered = moves[np.argsort(moves[:, 0], kind="stable")]
-    bad, position = _arrive(ordered, arrival)
+    bad, position = _arrive(ordered, arrival, -1 if only is None else only)
     if bad >= 0:
         stage, _, src, dst, start, stop = ordered[bad]
-        late = arrival[src, position] >= stage
+        late = arrival[dst, position] == NEVER
         reason = f"rank {src} does not have row {position} before" if late else f"rank {dst} has row {position} already"
         raise ValueError(f"Stage {stage}, move of [{start}, {stop}) from rank {src} to rank {dst}: {reason}.")
     return arrival
@@ -91,7 +92,8 @@ def gradients_return(tiles: Int64, returns: Int64, owner: Int64, arrival: Int64,
     for stage, _, src, dst, start, stop in returns:
         if np.any(owner[start:stop] != dst):
             raise ValueError(f"Stage {stage}: [{start}, {stop}) returns to rank {dst}, which is not its home.")
-        if np.any(back[src, start:stop] >= 0) or np.any(arrival[src, start:stop] > stage):
+        early = src in computing and np.any(arrival[src, start:stop] > stage)
+        if early or np.any(back[src, start:stop] >= 0):
             raise ValueError(f"Stage {stage}: rank {src} returns [{start}, {stop}) twice, or before it arrived.")
         back[src, start:stop] = stage
     for rank in computing:
@@ -105,6 +107,19 @@ def gradients_return(tiles: Int64, returns: Int64, owner: Int64, arrival: Int64,
             )
 
 
+def traffic_is_known(rank: int, by_stage: Int64, by_rank: Int64, known_stage: Int64, known_rank: Int64) -> None:
+    """What a rank lists (by_stage int64[stages, 2], by_rank int64[4, P]) is its share of what all ranks are said to exchange."""
+    if np.any(by_rank[:, rank] != known_rank[:, rank]):
+        raise ValueError(
+            f"Rank {rank} lists {by_rank[:, rank]} rows sent, received, returned and reduced, and is said to have "
+            f"{known_rank[:, rank]}."
+        )
+    said = np.zeros_like(by_stage)
+    said[: len(known_stage)] = known_stage
+    if np.any(by_stage > said) or not np.array_equal(said.sum(axis=0), known_rank[[0, 2]].sum(axis=1)):
+        raise ValueError(f"Rows by stage are {by_stage.T} on rank {rank} and are said to be {said.T} on all ranks.")
+
+
 def _in_range(routes: Int64, ranks: int, tokens: int, name: str) -> None:
     if len(routes) == 0:
         return
@@ -116,11 +131,12 @@ def _in_range(routes: Int64, ranks: int, tokens: int, name: str) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _arrive(moves, arrival):
+def _arrive(moves, arrival, only):
     for i in range(len(moves)):
         stage, src, dst = moves[i, 0], moves[i, 2], moves[i, 3]
+        known = only < 0 or only == src
         for row in range(moves[i, 4], moves[i, 5]):
-            if arrival[src, row] >= stage or arrival[dst, row] < NEVER:
+            if (known and arrival[src, row] >= stage) or arrival[dst, row] < NEVER:
                 return i, row
             arrival[dst, row] = stage
     return -1, -1

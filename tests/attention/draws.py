@@ -7,7 +7,11 @@ from dataclasses import replace
 import numpy as np
 from equipoise.attention.bands import CAUSAL, FULL, NO_LIMIT
 from equipoise.attention.plan import AttentionPlan
-from equipoise.packing.shards import Shards, contiguous, zigzag
+from equipoise.attention.program import Program
+from equipoise.packing.dacp import dacp_shards
+from equipoise.packing.mixed import mixed
+from equipoise.packing.sharding_choice import ShardCost, adaptive
+from equipoise.packing.shards import Shards, contiguous, striped, zigzag
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -73,11 +77,59 @@ def mask_of_segments(pieces: np.ndarray, num_q: int, num_k: int) -> np.ndarray:
 
 @st.composite
 def sharded(draw: st.DrawFn, largest: int = 40) -> Shards:
-    """Documents of any length, empty ones too, in any layout over 1 to 12 ranks."""
+    """Documents of any length, empty ones too, cut by any rule over 1 to 12 ranks."""
     lengths = draw(st.lists(st.one_of(st.integers(0, 4), st.integers(0, largest)), min_size=1, max_size=8))
     cu_seqlens, cp = np.concatenate([[0], np.cumsum(lengths)]), draw(st.integers(1, 12))
-    layout = draw(st.sampled_from(["contiguous", "document", "sequence"]))
-    return contiguous(cu_seqlens, cp) if layout == "contiguous" else zigzag(cu_seqlens, cp, per=layout)
+    layout = draw(st.sampled_from(LAYOUTS))
+    decision = draw(st.lists(st.integers(-1, cp - 1), min_size=len(lengths), max_size=len(lengths)))
+    return shards_of(layout, cu_seqlens, cp, decision)
+
+
+LAYOUTS = ("contiguous", "document", "sequence", "striped", "mixed", "dacp", "adaptive")
+"""Every rule that cuts packs."""
+
+
+def shards_of(layout: str, cu_seqlens: np.ndarray, cp: int, decision: list[int] | None = None) -> Shards:
+    """A pack cut by a rule. decision: int[k], the ranks that hold documents whole under "dacp", -1: none."""
+    cost = ShardCost(flops_per_pair=4 * 64 * 128, row_seconds=4e-8)
+    if layout == "dacp":
+        default = [d % (cp + 1) - 1 for d in range(len(cu_seqlens) - 1)]
+        return dacp_shards(cu_seqlens, default if decision is None else decision, cp)
+    rules = {
+        "contiguous": contiguous,
+        "striped": lambda cu, ranks: striped(cu, ranks, stripe=3),
+        "mixed": lambda cu, ranks: mixed(cu, ranks, cost),
+        "adaptive": lambda cu, ranks: adaptive(cu, ranks, cost),
+        "document": zigzag,
+        "sequence": lambda cu, ranks: zigzag(cu, ranks, per="sequence"),
+    }
+    return rules[layout](cu_seqlens, cp)
+
+
+def assert_part(part: AttentionPlan, whole: AttentionPlan) -> None:
+    """The plan of one rank is what of the plan of all concerns it, and both say the same of all ranks."""
+    rank = part.rank
+    assert np.array_equal(part.tiles, whole.tiles[whole.tiles[:, 0] == rank])
+    for name in ("moves", "returns"):
+        routes = getattr(whole, name)
+        assert np.array_equal(getattr(part, name), routes[(routes[:, 2] == rank) | (routes[:, 3] == rank)])
+    assert part.stages == whole.stages
+    assert np.array_equal(part.traffic.by_stage, whole.traffic.by_stage[: len(part.traffic.by_stage)])
+    assert not whole.traffic.by_stage[len(part.traffic.by_stage) :].any()
+    assert np.array_equal(part.traffic.by_rank, whole.traffic.by_rank)
+
+
+def assert_same(one: Program, other: Program) -> None:
+    assert one.buffer_rows == other.buffer_rows and len(one.stages) == len(other.stages)
+    for a, b in zip(one.stages, other.stages, strict=True):
+        assert [buffer for buffer, _ in a.tiles] == [buffer for buffer, _ in b.tiles]
+        assert all(np.array_equal(x, y) for (_, x), (_, y) in zip(a.tiles, b.tiles, strict=True))
+        for left, right in ((a.moves, b.moves), (a.returns, b.returns)):
+            assert (left is None) == (right is None)
+            if left is not None and right is not None:
+                assert left.send_splits == right.send_splits and left.receive_splits == right.receive_splits
+                assert all(np.array_equal(x, y) for (_, x), (_, y) in zip(left.picks, right.picks, strict=True))
+                assert all(np.array_equal(x, y) for x, y in zip(left.landing, right.landing, strict=True))
 
 
 def staggered(plan: AttentionPlan) -> AttentionPlan:

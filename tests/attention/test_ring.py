@@ -10,55 +10,65 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from equipoise.attention.plan import AttentionPlan
+from equipoise.attention.program import lower
 from equipoise.attention.ring import ring_plan
 from equipoise.packing.shards import contiguous, zigzag
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.attention.draws import PROMISE, sharded
+from tests.attention.draws import PROMISE, assert_part, assert_same, sharded
 
 
-def ring(shards, rank=None, skip=True) -> AttentionPlan:
-    return ring_plan(shards, tuple(range(shards.cp_size)), rank, skip=skip)
+def ring(shards, rank=None, skip=True, forward=True) -> AttentionPlan:
+    return ring_plan(shards, tuple(range(shards.cp_size)), rank, skip=skip, forward=forward)
 
 
 @PROMISE
-@given(sharded(), st.booleans())
-def test_every_pair_once_every_row_in_time_every_gradient_home(shards, skip):
-    plan = ring(shards, skip=skip)
+@given(sharded(), st.booleans(), st.booleans())
+def test_every_pair_once_every_row_in_time_every_gradient_home(shards, skip, forward):
+    plan = ring(shards, skip=skip, forward=forward)
     plan.check(shards.cu_seqlens)
     assert np.array_equal(plan.loads().pairs, shards.pairs())
     assert [plan.tokens_of(r) for r in range(shards.cp_size)] == shards.tokens().tolist()
 
 
 @PROMISE
-@given(sharded(), st.integers(0, 11))
-def test_one_ranks_plan_is_its_part_of_the_whole(shards, rank):
+@given(sharded(), st.integers(0, 11), st.booleans(), st.booleans())
+def test_one_ranks_plan_is_its_part_of_the_whole(shards, rank, skip, forward):
     rank %= shards.cp_size
-    whole, part = ring(shards), ring(shards, rank)
+    whole, part = ring(shards, None, skip, forward), ring(shards, rank, skip, forward)
     part.check(shards.cu_seqlens)
-    assert np.array_equal(part.tiles, whole.tiles[whole.tiles[:, 0] == rank])
-    assert np.array_equal(part.moves, whole.moves) and np.array_equal(part.returns, whole.returns)
+    assert_part(part, whole)
+
+
+@PROMISE
+@given(sharded(largest=20), st.booleans())
+def test_parts_lower_to_what_the_whole_does(shards, forward):
+    whole = ring(shards, forward=forward)
+    for rank in range(shards.cp_size):
+        assert_same(lower(ring(shards, rank, forward=forward), rank), lower(whole, rank))
 
 
 @PROMISE
 @given(sharded())
 def test_rows_travel_no_further_than_they_are_needed(shards):
     """Brute force: a row goes on from rank to rank until nobody behind holds a later query of its document."""
-    P, plan = shards.cp_size, ring(shards)
+    P, ways = shards.cp_size, {forward: ring(shards, forward=forward) for forward in (True, False)}
     holder, last = {}, {}
     for rank in range(P):
         for p in shards.positions(rank).tolist():
             document = int(np.searchsorted(shards.cu_seqlens, p, side="right")) - 1
             holder[p] = (rank, document)
             last[rank, document] = max(p, last.get((rank, document), -1))
-    sent, used = set(), set()
+    carried, used = set(), set()
     for p, (rank, document) in holder.items():
         needed = [s for s in range(1, P) if last.get(((rank + s) % P, document), -1) > p]
-        used |= {(s, (rank + s) % P, p) for s in needed}
-        sent |= {(s, (rank + s) % P, p) for s in range(1, max(needed, default=0) + 1)}
-    assert sent == {(s, dst, p) for s, _, _, dst, a, b in plan.moves.tolist() for p in range(a, b)}
-    assert used == {(s, src, p) for s, _, src, _, a, b in plan.returns.tolist() for p in range(a, b)}
+        used |= {(s, (rank + s) % P, rank, p) for s in needed}
+        carried |= {(s, (rank + s) % P, (rank + s - 1) % P, p) for s in range(1, max(needed, default=0) + 1)}
+    for forward, sent in ((True, carried), (False, used)):
+        moves, returns = ways[forward].moves.tolist(), ways[forward].returns.tolist()
+        assert sent == {(s, dst, src, p) for s, _, src, dst, a, b in moves for p in range(a, b)}
+        assert used == {(s, src, dst, p) for s, _, src, dst, a, b in returns for p in range(a, b)}
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4, 8])
@@ -136,6 +146,24 @@ def test_what_is_wrong_is_named(name, row, column, value, says):
     array[row, column] = value
     with pytest.raises(ValueError, match=says):
         replace(plan, **{name: array}).check(CU)
+
+
+@pytest.mark.parametrize(
+    "name,index", [("by_stage", (1, 0)), ("by_stage", (2, 1)), ("by_rank", (0, 1)), ("by_rank", (3, 1))]
+)
+def test_what_a_rank_is_told_of_all_must_fit_what_it_does(name, index):
+    """A rank that takes part in an exchange which others believe does not happen would wait for ever."""
+    plan = ring(zigzag(CU, 3), rank=1)
+    plan.check(CU)
+    array = getattr(plan.known, name).copy()
+    array[index] = 0
+    with pytest.raises(ValueError, match="said to"):
+        replace(plan, known=replace(plan.known, **{name: array})).check(CU)
+    with pytest.raises(ValueError, match="leave out known"):
+        replace(plan, rank=None)
+    for missing in ("moves", "returns"):
+        with pytest.raises(ValueError):
+            without(plan, missing, 0).check(CU)
 
 
 def test_a_pair_outside_of_the_mask_is_named():
