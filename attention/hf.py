@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .chunked import Chunk, attend_chunk
 from .executor import attend
 from .groups import CpGroups
 
@@ -50,10 +51,21 @@ def register_attention(groups: CpGroups, name: str = "equipoise") -> None:
             raise ValueError(f'attn_implementation="{name}" attends under a plan: call model(..., plan=...); got none.')
         _refuse(query_BHTD, key_BKTD, attention_mask, dropout, options)
         q, k, v = (x[0].transpose(0, 1) for x in _one_dtype(query_BHTD, key_BKTD, value_BKTD))
+        if isinstance(plan, Chunk):
+            return attend_chunk(plan, _layer_of(module), q, k, v, groups, scaling)[None], None
         return attend(plan, q, k, v, groups, scaling)[None], None
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, _no_mask)
+
+
+def _layer_of(module: torch.nn.Module) -> int:
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise ValueError(
+            f"Chunks of a document keep keys and values by layer, and {type(module).__name__} has no layer_idx."
+        )
+    return layer
 
 
 def _refuse(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, options: dict[str, Any]) -> None:
