@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .groups import CpGroups
+from .agreement import agree
+from .groups import CpGroups, Group
 from .kernels.contract import Kernel, Rows, add_, covers, kernel_for, merge_, sum_dtype, take
 from .plan import AttentionPlan
 from .program import Program, lower
@@ -62,7 +62,11 @@ def attend(
     validate(plan.tokens_of(index), q_THD, k_TKD, v_TKD)
     backend = kernel_for(q_THD.device, kernel)
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
+    terms = f"q {_alike(q_THD)}, k {_alike(k_TKD)}, scale={scale}, keep={keep}"
+    agree(plan, groups, terms)
     group = groups[plan.ranks]
+    if groups.counter is not None:
+        group, backend = groups.counter.group(group, index), groups.counter.kernel(backend)
     if isinstance(plan, UlyssesPlan):
         return attend_ulysses(plan, q_THD, k_TKD, v_TKD, group, scale, backend)
     run = _prepared(plan, index, backend, q_THD.device)
@@ -98,6 +102,11 @@ def validate(tokens: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k, v must be on one device; got {q.device}, {k.device}, {v.device}.")
 
 
+def _alike(x: Tensor) -> str:
+    """What all ranks must have alike of a tensor."""
+    return f"[tokens, {x.shape[1]}, {x.shape[2]}] {x.dtype}"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Stage:
     tiles: list[tuple[int, Any]]
@@ -116,7 +125,7 @@ class Run:
     read_until: dict[int, int]
     """The last stage during which a received buffer is read or sent on."""
 
-    def journey(self, home: Pair, group: dist.ProcessGroup | None, kept: dict[int, Tensor] | None = None) -> Journey:
+    def journey(self, home: Pair, group: Group | None, kept: dict[int, Tensor] | None = None) -> Journey:
         return Journey([stage.moves for stage in self.stages], self.read_until, home, group, kept)
 
 

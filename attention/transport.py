@@ -1,7 +1,7 @@
 """What moves between ranks while attention is computed: KV onward, gradients home; always one exchange under way.
 
-Each stage of a plan is one all-to-all with uneven splits, which gloo and NCCL both have, zero splits included; K and V of
-a row travel side by side, [rows, 2, K, D]. Tensors that are being sent are held until they have left.
+Each stage of a plan is one exchange with uneven splits (groups.py says over what); K and V of a row travel side by side,
+[rows, 2, K, D]. Tensors that are being sent are held until they have left.
 """
 
 # S rows of a buffer, K key heads, D head dim.
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from .groups import Group, Work
 from .kernels.contract import Rows, add_, rows_of, take
 from .program import Cargo
 
@@ -44,13 +44,14 @@ class Freight:
             landing=[rows_of(rows, device) for rows in cargo.landing],
         )
 
-    def send(self, pick: Callable[[int, Rows], Tensor], empty: Tensor, group: dist.ProcessGroup | None) -> Travelling:
+    def send(self, pick: Callable[[int, Rows], Tensor], empty: Tensor, group: Group | None) -> Travelling:
         """Start the exchange. pick: (buffer, rows) → [rows, 2, K, D]; empty: [0, 2, K, D], for who has nothing to send."""
         parts = [pick(buffer, rows) for buffer, rows in self.picks]
         sent = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else empty
         sent = sent if self.order is None else sent.index_select(0, self.order)
         received = empty.new_empty((sum(self.receive_splits), *empty.shape[1:]))
-        work = dist.all_to_all_single(received, sent, self.receive_splits, self.send_splits, group=group, async_op=True)
+        assert group is not None, "a rank alone has no exchanges in its plan"
+        work = group.exchange(sent, self.send_splits, received, self.receive_splits)
         return Travelling(freight=self, received=received, sent=sent, work=work)
 
 
@@ -61,7 +62,7 @@ class Travelling:
     freight: Freight
     received: Tensor
     sent: Tensor
-    work: Any
+    work: Work
 
     def wait(self) -> Tensor:
         self.work.wait()
@@ -89,7 +90,7 @@ class Journey:
         moves: list[Freight | None],
         read_until: Mapping[int, int],
         home: Pair,
-        group: dist.ProcessGroup | None,
+        group: Group | None,
         kept: dict[int, Tensor] | None = None,
     ) -> None:
         self.home, self.group = home, group

@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..packing.shards import Shards
 from .bands import NO_LIMIT
+from .groups import Group
 from .kernels.contract import Kernel, Rows, rows_of, sum_dtype, take
 from .plan import Int64
 
@@ -119,7 +119,7 @@ def _share(rank: int, ranks: int, heads: int, kv_heads: int) -> _Share:
 class _Run:
     """A plan made ready for a rank, device, backend and head counts; shared by all layers."""
 
-    group: dist.ProcessGroup | None
+    group: Group | None
     kernel: Kernel
     handle: Any
     index: int
@@ -138,11 +138,11 @@ class _Run:
         return self.shares[self.index]
 
     def trade(self, sent: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """All-to-all of flat values; split sizes in values."""
+        """Exchange of flat values; split sizes in values."""
         if self.group is None:
             return sent
         received = sent.new_empty(sum(receive))
-        dist.all_to_all_single(received, sent, receive, send, group=self.group)
+        self.group.exchange(sent, send, received, receive).wait()
         return received
 
 
@@ -151,7 +151,7 @@ def attend_ulysses(
     q_THD: Tensor,
     k_TKD: Tensor,
     v_TKD: Tensor,
-    group: dist.ProcessGroup | None,
+    group: Group | None,
     scale: float,
     kernel: Kernel,
 ) -> Tensor:
@@ -170,7 +170,7 @@ def attend_ulysses(
 
 def _prepare(
     plan: UlyssesPlan,
-    group: dist.ProcessGroup | None,
+    group: Group | None,
     kernel: Kernel,
     device: torch.device,
     heads: int,
