@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
+from equipoise.attention.gather import gather_plan
 from equipoise.attention.kernels.reference import dense
 from equipoise.attention.plan import AttentionPlan
 from equipoise.attention.ring import ring_plan
 from equipoise.attention.ulysses import UlyssesPlan, ulysses_plan
-from equipoise.packing.shards import Shards, contiguous, zigzag
+from equipoise.packing.shards import Shards
 from torch import Tensor
 
+from tests.attention.draws import shards_of
+
 LAYOUTS = ("contiguous", "sequence", "document")
+PLANNERS = {
+    "ring": ring_plan,
+    "direct": partial(ring_plan, forward=False),
+    "gather": gather_plan,
+    "gather in 2": partial(gather_plan, chunks=2),
+    "ulysses": ulysses_plan,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +39,7 @@ class Case:
     seed: int = 0
     layout: str = "document"
     kind: str = "ring"
-    """"ring" or "ulysses"."""
+    """One of PLANNERS."""
     keep: bool = True
 
     @property
@@ -36,13 +47,10 @@ class Case:
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]).astype(np.int64)
 
     def shards(self, cp: int) -> Shards:
-        if self.layout == "contiguous":
-            return contiguous(self.cu_seqlens, cp)
-        return zigzag(self.cu_seqlens, cp, per=self.layout)
+        return shards_of(self.layout, self.cu_seqlens, cp)
 
     def plan(self, ranks: tuple[int, ...], rank: int) -> AttentionPlan | UlyssesPlan:
-        build = ring_plan if self.kind == "ring" else ulysses_plan
-        return build(self.shards(len(ranks)), ranks, rank)
+        return PLANNERS[self.kind](self.shards(len(ranks)), ranks, rank)
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and dout of the whole pack, the same in every process."""
