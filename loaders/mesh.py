@@ -66,13 +66,20 @@ def cpu_group(place: Place, timeout: float) -> dist.ProcessGroup | None:
     if place.planes is None:
         if place.dp * place.cp != dist.get_world_size():
             return None
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        return _met(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
     mine = None
     for plane in place.planes:
         group = dist.new_group(list(plane), backend="gloo", timeout=timedelta(seconds=timeout))
         if dist.get_rank() in plane:
             mine = group
-    return mine
+    return mine and _met(mine)
+
+
+def _met(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group, once all have it: a rank that closes its end at once, for what it is to serve is refused, would else be an
+    error of the connection to those that are still connecting."""
+    dist.barrier(group=group)
+    return group
 
 
 def end_group(group: dist.ProcessGroup | None, owner: int) -> None:
