@@ -55,7 +55,7 @@ def model(implementation: str) -> Qwen3ForCausalLM:
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=8,  # as many as the largest group of ranks: Ulysses gives each of them one
         num_key_value_heads=2,
         head_dim=8,
         max_position_embeddings=256,
