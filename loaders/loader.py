@@ -134,13 +134,14 @@ class BalancedLoader:
             group = cpu_group(place, timeout)
             weakref.finalize(self, end_group, group, os.getpid()).atexit = False
         self._feed: StreamFeed | None = None
-        self._planned: PlannedDataset | None = None
+        self.dataset: PlannedDataset | Stream
         index: Lengths | Unindexed
         if isinstance(dataset, Stream):
             if lengths is not None or targets is not None or group_key is not None:
                 raise ValueError(
                     "a stream has no index: lengths=, targets= and group_key= are for datasets that have one"
                 )
+            self.dataset = dataset
             self._feed = StreamFeed(
                 dataset,
                 group=group,
@@ -151,9 +152,9 @@ class BalancedLoader:
             )
             index, counted = Unindexed(more=self._feed.more, num_parts=dataset.num_parts), True
         else:
-            self._planned = PlannedDataset(dataset, targets=targets, on_error=on_error)
-            index = self._planned.index(lengths, group_key)
-            counted = (index.targets is not None or not self._planned.has_labels) and on_error == "raise"
+            self.dataset = PlannedDataset(dataset, targets=targets, on_error=on_error)
+            index = self.dataset.index(lengths, group_key)
+            counted = (index.targets is not None or not self.dataset.has_labels) and on_error == "raise"
         self.shapes = shapes or Shapes()
         self.shapes.check_rule(recipe.shard, pad_tp, place.cp)
         self.sampler = BalancedBatchSampler(
@@ -194,9 +195,9 @@ class BalancedLoader:
         self.sampler.planner = self.shapes.checked(self._planning)
         self._collator = ThdCollator(recipe, restart_positions=restart_positions, shapes=self.shapes)
         self._loader: DataLoader | None = None
-        if self._planned is not None:
+        if isinstance(self.dataset, PlannedDataset):
             self._loader = DataLoader(
-                self._planned,
+                self.dataset,
                 batch_sampler=self.sampler,
                 collate_fn=self._collator,
                 num_workers=num_workers,
