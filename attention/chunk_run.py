@@ -34,8 +34,9 @@ from torch import Tensor
 
 from ..packing.chunkflow import BACKWARD, FORWARD, RECOMPUTE, schedule
 from ..packing.shards import contiguous
-from .chunked import Chunk, Home, chunks_of, whole
-from .kv_store import KvStore, store_bytes
+from .chunk_plan import Home
+from .chunked import Chunk, chunks_of
+from .kv_store import store_bytes
 from .plan import AttentionPlan
 from .ring import ring_plan
 
@@ -124,11 +125,11 @@ def group_sizes(batches: list[Any]) -> list[int]:
 def _one_document(group: list[Any]) -> None:
     expected = int(group[0].starts[0])
     for batch in group:
-        if batch.num_docs != 1 or int(batch.starts[0]) != expected:
+        if (batch.documents[1:] >= 0).any() or int(batch.starts[0]) != expected:
             raise ValueError(
                 f"A dependent chunk is one piece of a document and begins where the one before ends, at token {expected}; got "
-                f"{batch.num_docs} pieces, from token {int(batch.starts[0])} on. Pass the batches of recipe('chunkflow') as "
-                f"they are, and leave out Shapes that fill packs up."
+                f"documents {batch.documents.tolist()}, the first from token {int(batch.starts[0])} on. Pass the batches of "
+                f"recipe('chunkflow') as they are."
             )
         expected += int(batch.cu_seqlens[1])
 
@@ -161,32 +162,25 @@ def _plans(batches: list[Any], group: np.ndarray) -> list[Any]:
     first = batches[group[0]]
     if len(group) == 1:
         return [first.plan if first.plan is not None else _alone(first)]
-    homes = [_home(batches[slot]) for slot in group]
-    store = KvStore(sum(_held(home, first.cp_rank) for home in homes))
-    return list(chunks_of(homes, store, tuple(first.cp_ranks), first.cp_rank))
+    return list(chunks_of([_home(batches[slot]) for slot in group], tuple(first.cp_ranks), first.cp_rank))
 
 
 def _alone(batch: Any) -> AttentionPlan:
     _refuse_unplanned(batch)
-    return ring_plan(contiguous(batch.cu_seqlens[: batch.num_docs + 1], 1), tuple(batch.cp_ranks), 0)
+    return ring_plan(contiguous(batch.cu_seqlens[: batch.num_docs + 1].numpy(force=True), 1), tuple(batch.cp_ranks), 0)
 
 
 def _home(batch: Any) -> Home:
+    cu = batch.cu_seqlens[: batch.num_docs + 1].numpy(force=True).astype(np.int64)
     if batch.plan is None:
         _refuse_unplanned(batch)
-        return whole(int(batch.cu_seqlens[1]))
+        return Home.whole(cu)
     if not isinstance(batch.plan, AttentionPlan):
         raise ValueError(
             f"Earlier chunks of a document reach the others by a ring; got a {type(batch.plan).__name__}. Use "
             f"recipe('chunkflow', shard='zigzag', attend='ring')."
         )
-    return batch.plan.home_offsets, batch.plan.home
-
-
-def _held(home: Home, rank: int) -> int:
-    offsets, intervals = home
-    mine = intervals[offsets[rank] : offsets[rank + 1]]
-    return int((mine[:, 1] - mine[:, 0]).sum())
+    return Home(cu_seqlens=cu, offsets=batch.plan.home_offsets, intervals=batch.plan.home)
 
 
 def _refuse_unplanned(batch: Any) -> None:
@@ -199,11 +193,19 @@ def _refuse_unplanned(batch: Any) -> None:
 
 def _refuse_dropout(model: Any) -> None:
     """A chunk is run twice and must come out the same."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-            raise ValueError(
-                f"Chunks are recomputed, so there can be no dropout; got {name} with p={module.p}. Set it to 0."
-            )
+    found = {
+        name: module.p
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+    }
+    attention = getattr(getattr(model, "module", model).config, "attention_dropout", 0.0) or 0.0
+    if model.training and attention > 0:
+        found["attention_dropout"] = attention
+    if found:
+        listed = ", ".join(f"{name}={p}" for name, p in found.items())
+        raise ValueError(
+            f"Chunks are computed again for backward, so there can be no dropout; got {listed}. Set it to 0."
+        )
 
 
 def _bounded(model: Any, plans: list[Any], todo: list[list[int]], limit: int | None) -> None:

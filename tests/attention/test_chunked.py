@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from equipoise.attention.chunked import Chunk, attend_chunk, chunks_of, whole
+from equipoise.attention.chunk_plan import Home
+from equipoise.attention.chunked import Chunk, attend_chunk, chunks_of
 from equipoise.attention.groups import CpGroups
 from equipoise.attention.kernels.reference import dense
-from equipoise.attention.kv_store import KvStore
 from equipoise.packing.shards import contiguous, striped, zigzag
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,15 +70,14 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, what: object) -> None:
     st.lists(st.integers(1, 20), min_size=1, max_size=6), st.sampled_from([(4, 4), (4, 2), (4, 1)]), st.integers(1, 6)
 )
 def test_chunks_of_a_document_attend_like_the_document(sizes, shape, keep):
-    store = KvStore(sum(sizes))
-    chunks = chunks_of([whole(n) for n in sizes], store, (0,), 0)
+    chunks = chunks_of([Home.whole([0, n]) for n in sizes], (0,), 0)
     rows = torch.arange(sum(sizes)).split(sizes)
     results = in_chunks(chunks, list(rows), *shape, keep, groups_of(1))
     for parts, want, name in zip(
         zip(*results, strict=True), document(sizes, *shape), "out dq dk dv".split(), strict=True
     ):
         assert_close(torch.cat(parts), want, name)
-    assert store.nbytes == 2 * 2 * sum(sizes) * shape[1] * DIM * 8
+    assert chunks[0].store.nbytes == 2 * 2 * sum(sizes) * shape[1] * DIM * 8
 
 
 def sharded(rank: int, world: int, cases: list[tuple[list[int], str, tuple[int, int], int]]) -> list[list]:
@@ -86,10 +85,9 @@ def sharded(rank: int, world: int, cases: list[tuple[list[int], str, tuple[int, 
     groups, results = groups_of(world), []
     for sizes, layout, shape, keep in cases:
         shards = [LAYOUTS[layout]([0, n], world) for n in sizes]
-        homes = [(s.offsets, s.segments) for s in shards]
+        homes = [Home(cu_seqlens=s.cu_seqlens, offsets=s.offsets, intervals=s.segments) for s in shards]
         held = [torch.from_numpy(s.positions(rank)) + at for s, at in zip(shards, np.cumsum([0, *sizes]), strict=False)]
-        store = KvStore(sum(map(len, held)))
-        chunks = chunks_of(homes, store, tuple(range(world)), rank)
+        chunks = chunks_of(homes, tuple(range(world)), rank)
         results.append(list(zip(held, in_chunks(chunks, held, *shape, keep, groups), strict=True)))
     return results
 
@@ -114,13 +112,13 @@ def test_chunks_are_sharded_over_any_group(ranks, world):
 def test_gradients_of_low_precision_are_summed_in_fp32():
     """Ten chunks owe the first something: summed in bf16, its gradients would be several times as far off as one chunk's."""
     sizes, shape = [16] * 10, (4, 2)
-    chunks = chunks_of([whole(n) for n in sizes], store := KvStore(sum(sizes)), (0,), 0)
+    chunks = chunks_of([Home.whole([0, n]) for n in sizes], (0,), 0)
     q, k, v, dout = (x.bfloat16() for x in tensors(sum(sizes), *shape))
     parts = [[x[i * 16 : i * 16 + 16].requires_grad_() for x in (q, k, v)] for i in range(10)]
     outs = [attend_chunk(chunk, 0, *part, groups_of(1)) for chunk, part in zip(chunks, parts, strict=True)]
     for i in reversed(range(10)):
         outs[i].backward(dout[i * 16 : i * 16 + 16])
-    assert store.nbytes == 2 * sum(sizes) * 2 * DIM * (2 + 4)
+    assert chunks[0].store.nbytes == 2 * sum(sizes) * 2 * DIM * (2 + 4)
     want = document(sizes, *shape)
     for i, name in ((1, "dk"), (2, "dv")):
         got = torch.cat([part[i].grad for part in parts]).double()
@@ -128,7 +126,7 @@ def test_gradients_of_low_precision_are_summed_in_fp32():
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    chunk = chunks_of([whole(4)], KvStore(4), (0,), 0)[0]
+    chunk = chunks_of([Home.whole([0, 4])], (0,), 0)[0]
     q, k, v, _ = tensors(5, 4, 2)
     with pytest.raises(ValueError, match="4 tokens"):
         attend_chunk(chunk, 0, q, k, v, groups_of(1))
