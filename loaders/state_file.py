@@ -24,8 +24,8 @@ FORMAT = "equipoise loader state"
 
 def save_state(state: dict, path: str | PathLike[str]) -> None:
     """Write the state, replacing what was there; call it on one rank."""
-    path, body = Path(path), json.dumps(state, sort_keys=True)
-    content = json.dumps({"format": FORMAT, "checksum": _checksum(body), "state": body})
+    path = Path(path)
+    content = _content(json.dumps(state, sort_keys=True))
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(beside, "w", encoding="utf-8") as file:
@@ -41,17 +41,18 @@ def save_state(state: dict, path: str | PathLike[str]) -> None:
 def read_state(path: str | PathLike[str]) -> dict:
     """The state in a file. Raises ValueError for one that is truncated, changed or of another kind."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        body = content["state"]
-        if content["format"] != FORMAT or content["checksum"] != _checksum(body):
-            raise ValueError("its checksum does not fit")
+        content = Path(path).read_bytes()
+        body = json.loads(content)["state"]
+        if not isinstance(body, str) or content != _content(body).encode():
+            raise ValueError("it is not as it was written")
         return json.loads(body)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # the last: of brackets, thousands deep
         raise ValueError(f"{path} holds no whole loader state ({error}); take an older one") from error
 
 
-def _checksum(body: str) -> str:
-    return xxhash.xxh3_64_hexdigest(body.encode())
+def _content(body: str) -> str:
+    """The file for a state that is JSON already."""
+    return json.dumps({"format": FORMAT, "checksum": xxhash.xxh3_64_hexdigest(body.encode()), "state": body})
 
 
 def _sync_folder(folder: Path) -> None:
