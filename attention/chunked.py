@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .agreement import agree
 from .chunk_plan import Home, chunk_plans
-from .executor import Run, own_index, prepare, run_backward, run_forward, validate
+from .executor import Run, alike, counted, own_index, prepare, run_backward, run_forward, validate
 from .groups import CpGroups
 from .kernels.contract import Kernel, kernel_for
 from .kv_store import KvStore
@@ -82,8 +83,10 @@ def attend_chunk(
     index = own_index(chunk.plan, groups)
     validate(chunk.rows, q_THD, k_TKD, v_TKD)
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
-    run = _prepared(chunk, index, kernel_for(q_THD.device, kernel), q_THD.device)
-    return _AttendChunk.apply(q_THD, k_TKD, v_TKD, chunk, layer, run, groups[chunk.plan.ranks], scale)
+    agree(chunk.plan, groups, f"chunk, q {alike(q_THD)}, k {alike(k_TKD)}, scale={scale}")
+    group, backend = counted(groups, chunk.plan.ranks, index, kernel_for(q_THD.device, kernel))
+    run = _prepared(chunk, index, backend, q_THD.device)
+    return _AttendChunk.apply(q_THD, k_TKD, v_TKD, chunk, layer, run, group, scale)
 
 
 def _prepared(chunk: Chunk, index: int, kernel: Kernel, device: torch.device) -> Run:

@@ -60,17 +60,20 @@ def attend(
     """
     index = own_index(plan, groups)
     validate(plan.tokens_of(index), q_THD, k_TKD, v_TKD)
-    backend = kernel_for(q_THD.device, kernel)
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
-    terms = f"q {_alike(q_THD)}, k {_alike(k_TKD)}, scale={scale}, keep={keep}"
-    agree(plan, groups, terms)
-    group = groups[plan.ranks]
-    if groups.counter is not None:
-        group, backend = groups.counter.group(group, index), groups.counter.kernel(backend)
+    agree(plan, groups, f"q {alike(q_THD)}, k {alike(k_TKD)}, scale={scale}, keep={keep}")
+    group, backend = counted(groups, plan.ranks, index, kernel_for(q_THD.device, kernel))
     if isinstance(plan, UlyssesPlan):
         return attend_ulysses(plan, q_THD, k_TKD, v_TKD, group, scale, backend)
     run = _prepared(plan, index, backend, q_THD.device)
     return _Attend.apply(q_THD, k_TKD, v_TKD, run, group, scale, keep)
+
+
+def counted(groups: CpGroups, ranks: tuple[int, ...], index: int, kernel: Kernel) -> tuple[Group | None, Kernel]:
+    """The group of these ranks and the kernel, as they are or with a counter before them."""
+    if groups.counter is None:
+        return groups[ranks], kernel
+    return groups.counter.group(groups[ranks], index), groups.counter.kernel(kernel)
 
 
 def own_index(plan: AttentionPlan | UlyssesPlan, groups: CpGroups) -> int:
@@ -102,7 +105,7 @@ def validate(tokens: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k, v must be on one device; got {q.device}, {k.device}, {v.device}.")
 
 
-def _alike(x: Tensor) -> str:
+def alike(x: Tensor) -> str:
     """What all ranks must have alike of a tensor."""
     return f"[tokens, {x.shape[1]}, {x.shape[2]}] {x.dtype}"
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from equipoise.attention.chunk_plan import Home
 from equipoise.attention.chunked import Chunk, attend_chunk, chunks_of
+from equipoise.attention.counting import Counter
 from equipoise.attention.groups import CpGroups
 from equipoise.attention.kernels.reference import dense
 from equipoise.packing.shards import contiguous, striped, zigzag
@@ -107,6 +108,38 @@ def test_chunks_are_sharded_over_any_group(ranks, world):
         assert torch.equal(positions.sort().values, torch.arange(sum(sizes)))
         for i, want in enumerate(document(sizes, *shape)):
             assert_close(torch.cat([results[i] for part in parts for _, results in part]), want[positions], (case, i))
+
+
+def traffic(rank: int, world: int, sizes: list[int]) -> list[tuple]:
+    """What is counted of each chunk's forward and backward, and its plan."""
+    groups, counter = groups_of(world), Counter()
+    homes = [Home(cu_seqlens=s.cu_seqlens, offsets=s.offsets, intervals=s.segments)
+             for s in (zigzag([0, n], world) for n in sizes)]  # fmt: skip
+    chunks, counts = chunks_of(homes, tuple(range(world)), rank), []
+    groups.counter = counter
+    inputs = [[torch.randn(chunk.rows, h, DIM, requires_grad=True) for h in (4, 2, 2)] for chunk in chunks]
+    outs = []
+    for chunk, qkv in zip(chunks, inputs, strict=True):
+        outs.append(attend_chunk(chunk, 0, *qkv, groups))
+        counts.append((counter.take(), chunk.plan.loads(2 * 2 * DIM * 4)))
+    for out in reversed(outs):
+        out.sum().backward()
+    groups.counter = None
+    return [*counts, counter.take()]
+
+
+def test_what_moves_is_what_the_plans_say(ranks):
+    """A chunk computes its own queries only, and its ring moves rows of earlier chunks again, twice in all."""
+    sizes = [16, 16, 10]
+    for rank, (*forward, backward) in enumerate(ranks.run(traffic, 2, sizes)):
+        for counted, loads in forward:
+            assert counted.pairs == loads.pairs[rank]
+            assert counted.bytes_received == loads.bytes_received[rank]
+        assert backward.pairs_backward == sum(counted.pairs for counted, _ in forward)
+        returned = sum(int(loads.rows_reduced[rank]) for _, loads in forward) * 2 * 2 * DIM * 4
+        assert backward.bytes_received == sum(counted.bytes_received for counted, _ in forward) + returned
+    pairs = [sum(counts[i][0].pairs for counts in ranks.run(traffic, 2, sizes)) for i in range(3)]
+    assert pairs == [16 * 17 // 2, 16 * 16 + 16 * 17 // 2, 10 * 32 + 10 * 11 // 2]
 
 
 def test_gradients_of_low_precision_are_summed_in_fp32():
