@@ -95,7 +95,7 @@ def _exchanged(routes: Int64, index: int) -> int:
     total = 0
     for part in np.split(own, cuts) if len(own) else []:
         other = int(part[0, 2] + part[0, 3]) - index
-        total += (1 if other > index else -1) * xxhash.xxh3_64_intdigest(np.ascontiguousarray(part))
+        total += (1 if other > index else -1) * xxhash.xxh3_64_intdigest(part.tobytes())
     return total
 
 

@@ -21,10 +21,12 @@ Cost: a rank is in at most log2(ranks) + 1 communicators. NCCL builds one when i
 from __future__ import annotations
 
 import atexit
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -88,7 +90,7 @@ class LogicalGroup:
         operations = [*coming[:earlier], *going, *coming[earlier:]]
         return _All(works=dist.batch_isend_irecv(operations) if operations else [])
 
-    def _op(self, operation, tensor: Tensor, peer: int) -> dist.P2POp:  # type: ignore[no-untyped-def]
+    def _op(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(operation, tensor, self.ranks[peer], self.parent, self.tag)
 
 
@@ -147,7 +149,7 @@ class CpGroups:
             self._opened.append(self._control)
             # NCCL lets some ranks send to each other only once all of them have used their communicator.
             _touch(self._parent)
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     @property
     def dp_index(self) -> int:
@@ -197,13 +199,19 @@ class CpGroups:
 
     def close(self) -> None:
         """Destroy the communicators; done at exit otherwise. All ranks call it, with nothing under way."""
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         while self._opened:
             group = self._opened.pop()
             with suppress(ValueError):  # destroyed together with the default group
                 if dist.is_initialized():
                     dist.destroy_process_group(group)
         self._groups = {ranks: None for ranks in self._groups if len(ranks) == 1}
+
+    def _close_at_exit(self) -> None:
+        # After an error exchanges may be under way that closing would wait for, while the others wait for this process
+        # to end.
+        if not hasattr(sys, "last_type"):
+            self.close()
 
 
 def _sizes(world: int, cp: int) -> list[int]:

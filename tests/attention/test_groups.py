@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -174,6 +175,23 @@ def closed(rank: int, world: int) -> bool:
 
 def test_close_destroys_the_communicators(ranks):
     assert all(ranks.run(closed, 2))
+
+
+def after_an_error(rank: int, world: int) -> list[int]:
+    groups = CpGroups(1, world)
+    sys.last_type = RuntimeError  # what Python sets when an error ends the program
+    try:
+        groups._close_at_exit()
+    finally:
+        del sys.last_type
+    still = reached(groups, tuple(range(world)))
+    groups._close_at_exit()
+    assert groups._opened == []
+    return still
+
+
+def test_at_exit_communicators_are_destroyed_unless_an_error_ends_the_program(ranks):
+    assert ranks.run(after_an_error, 2) == [[0, 1]] * 2
 
 
 def complaint(rank: int, world: int, dp: int, cp: int) -> str:
