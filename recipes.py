@@ -12,7 +12,7 @@ pack into ``Shards`` (shard) and says how its ranks attend (attend).
 | recipe | pack | place | shard | attend |
 |---|---|---|---|---|
 | ``static``: no balancing, the baseline | best fit to a fixed length | in order, shuffled | zigzag | ring |
-| ``wlb``: WLB-LLM | variable length, by workload, queues | VRSP | adaptive | ring |
+| ``wlb``: WLB-LLM | variable length, by workload, queues | VRSP | adaptive | direct |
 | ``chunkflow``: ChunkFlow | chunks, dependent and standalone | rounds of chunks | whole | (not yet) |
 | ``skrull``: Skrull | GDS | GDS | DACP | ring |
 | ``vrsp``: Libra | best fit to a fixed length | VRSP | contiguous | Ulysses |
@@ -21,7 +21,9 @@ pack into ``Shards`` (shard) and says how its ranks attend (attend).
 
 WLB-LLM places its packs in order, since they are alike. Where one long document is worth several packs they are not, and
 in order is worse than no balancing at all: without queues, waiting per slot, 1.05–1.33 of ``static``'s seconds on three of
-four traces, against 0.68–0.89 placed by cost (``benchmarks/recipes.py``).
+four traces, against 0.68–0.89 placed by cost (``benchmarks/recipes.py``). It gathers KV before it computes; sent straight from
+home in stages the same rows are hidden behind the tiles, and a ring would carry half as many again on 8 ranks, twice as many
+on 16 (``benchmarks/traffic.py``). Gather where launches cost more than transfers.
 """
 
 from __future__ import annotations
@@ -56,14 +58,15 @@ PLACES = {
     "sequences": ("flexsp", "dynamic_cp"),
 }
 # How a pack is sharded, and the attention that fits it.
+PLANS = ("ring", "direct", "gather")
 ATTENDS = {
-    "zigzag": ("ring", "ulysses", "none"),
-    "zigzag_sequence": ("ring", "ulysses", "none"),
-    "contiguous": ("ring", "ulysses", "none"),
-    "striped": ("ring", "ulysses", "none"),
-    "adaptive": ("ring", "none"),
-    "mixed": ("ring", "none"),
-    "dacp": ("ring", "none"),
+    "zigzag": (*PLANS, "ulysses", "none"),
+    "zigzag_sequence": (*PLANS, "ulysses", "none"),
+    "contiguous": (*PLANS, "ulysses", "none"),
+    "striped": (*PLANS, "ulysses", "none"),
+    "adaptive": (*PLANS, "none"),
+    "mixed": (*PLANS, "none"),
+    "dacp": (*PLANS, "none"),
     "whole": ("none",),
 }
 SEVEN_B_SHARDS = ShardCost.of(SEVEN_B, bytes_per_second=50e9)
@@ -89,7 +92,8 @@ class Recipe:
         shard: ``zigzag`` per document, ``zigzag_sequence``, ``contiguous``, ``striped``, ``adaptive`` (zigzag per document or
             per sequence, by kernel time), ``mixed`` (each document over as many ranks as pays), ``dacp`` (documents whole
             where that is quicker), or ``whole`` (no context parallelism).
-        attend: ``ring``, ``ulysses``, or ``none`` (the batch carries no plan: bring your own attention).
+        attend: ``ring`` (KV passed on from rank to rank), ``direct`` (straight from home to who needs it, in as many stages),
+            ``gather`` (the same in one stage), ``ulysses``, or ``none`` (the batch carries no plan: bring your own attention).
         options: ``WlbQueues`` (documents may wait for company; None: they never do), ``ChunkFlow``, ``FlexSp`` or
             ``DynamicCp``, ``Vrsp`` (None: their defaults).
         shard_cost: what attention over a pack costs a rank, for ``adaptive`` and ``mixed``; None: that of a dense 7B over
@@ -193,10 +197,14 @@ class Recipe:
 
     def attention(self, shards: Shards, ranks: tuple[int, ...], cp_rank: int) -> Any:
         """The plan that ``attend`` runs on rank ``ranks[cp_rank]``; None for ``attend='none'``."""
-        if self.attend == "ring":
+        if self.attend in ("ring", "direct"):
             from .attention.ring import ring_plan
 
-            return ring_plan(shards, ranks, cp_rank)
+            return ring_plan(shards, ranks, cp_rank, forward=self.attend == "ring")
+        if self.attend == "gather":
+            from .attention.gather import gather_plan
+
+            return gather_plan(shards, ranks, cp_rank)
         if self.attend == "ulysses":
             from .attention.ulysses import ulysses_plan
 
@@ -219,7 +227,7 @@ def _fit(first: str, chosen: str, second: str, other: str, legal: dict[str, tupl
 
 NAMED = {
     "static": Recipe(name="static", pack="best_fit", place="in_order", shard="zigzag", attend="ring"),
-    "wlb": Recipe(name="wlb", pack="wlb", place="vrsp", shard="adaptive", attend="ring", options=WlbQueues()),
+    "wlb": Recipe(name="wlb", pack="wlb", place="vrsp", shard="adaptive", attend="direct", options=WlbQueues()),
     "chunkflow": Recipe(name="chunkflow", pack="chunks", place="chunkflow", shard="whole", attend="none"),
     "skrull": Recipe(name="skrull", pack="gds", place="gds", shard="dacp", attend="ring"),
     "vrsp": Recipe(name="vrsp", pack="best_fit", place="vrsp", shard="contiguous", attend="ulysses"),

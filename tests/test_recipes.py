@@ -313,3 +313,14 @@ def test_fixed_slots_that_cannot_hold_a_step_say_what_would() -> None:
         sampler.plan(0)
     with pytest.raises(ValueError, match="packs_per_step must be dp x slots"):
         make([8] * 9, recipe("wlb"), dp=2, max_tokens_per_rank=8, packs_per_step=3)
+
+
+@pytest.mark.parametrize("attend", ["ring", "direct", "gather"])
+@pytest.mark.parametrize("shard", ["zigzag", "zigzag_sequence", "contiguous", "striped", "adaptive", "mixed", "dacp"])
+def test_what_attends_fits_every_rule_that_cuts(shard: str, attend: str) -> None:
+    chosen, cu = recipe("static", shard=shard, attend=attend), np.array([0, 9, 10, 23])
+    plan = chosen.attention(chosen.shards(cu, 3), (3, 4, 5), 1)
+    plan.check(cu)
+    assert plan.ranks == (3, 4, 5) and plan.rank == 1
+    assert attend != "ring" or (plan.moves[:, 2] == (plan.moves[:, 3] - 1) % 3).all()
+    assert plan.stages == (2 if attend == "gather" else 3)
