@@ -221,7 +221,7 @@ class Admission:
         count = int(np.searchsorted(np.cumsum(tokens), budget, side="right"))
         if size.packs_per_step is not None:
             count = _longest_fit(tokens[:count], size.packs_per_step, self.capacity)
-        if first + count < end or (size.tokens_per_step is not None and tokens.sum() == budget):
+        if first + count < end or tokens.sum() == budget:  # all packs are full: no document could follow
             return first + count
         return None
 
