@@ -11,6 +11,7 @@ import torch.distributed as dist
 from equipoise import BalancedLoader, CpGroups, Shapes, ThdBatch, recipe, register_attention
 from equipoise.attention.chunk_run import group_sizes, run_chunks
 from equipoise.attention.kv_store import KvStore, store_bytes
+from equipoise.attention.saved_bytes import SavedBytes
 from equipoise.packing.chunkflow import BACKWARD, FORWARD, RECOMPUTE, schedule
 from equipoise.samplers.solve import ChunkFlow
 from torch.distributed.fsdp import fully_shard
@@ -176,42 +177,10 @@ def test_replicas_and_groups_of_ranks_take_the_same_step(ranks, dp, cp, wrap):
         assert max(errors) < 1e-12, errors
 
 
-class SavedBytes:
-    """Bytes that autograd keeps for backward, parameters and what is theirs left out; counted once a storage."""
-
-    def __init__(self, net: torch.nn.Module) -> None:
-        self.owned = {parameter.untyped_storage().data_ptr() for parameter in net.parameters()}
-        self.held: dict[int, int] = {}
-        self.now = self.most = 0
-
-    def pack(self, tensor: torch.Tensor) -> object:
-        storage = tensor.untyped_storage()
-        return (
-            tensor if storage.data_ptr() in self.owned else _Saved(self, tensor, storage.data_ptr(), storage.nbytes())
-        )
-
-    @staticmethod
-    def unpack(saved: object) -> torch.Tensor:
-        return saved.tensor if isinstance(saved, _Saved) else saved
-
-
-class _Saved:
-    def __init__(self, count: SavedBytes, tensor: torch.Tensor, place: int, size: int) -> None:
-        self.count, self.tensor, self.place, self.size = count, tensor, place, size
-        count.held[place] = count.held.get(place, 0) + 1
-        count.now += size if count.held[place] == 1 else 0
-        count.most = max(count.most, count.now)
-
-    def __del__(self) -> None:
-        self.count.held[self.place] -= 1
-        self.count.now -= self.size if self.count.held[self.place] == 0 else 0
-
-
 def saved_and_stored(num_chunks: int, keep: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Most bytes saved by autograd, and most held by the store, in a step of one document of chunks of 16 tokens."""
     net, stored = model_of(), [0]
     batches = batches_of(documents((16 * num_chunks,)), chunk_tokens=16, keep=keep)
-    counted = SavedBytes(net)
     add = KvStore.add
 
     def counting(store: KvStore, *arguments):
@@ -220,11 +189,11 @@ def saved_and_stored(num_chunks: int, keep: int, monkeypatch: pytest.MonkeyPatch
         return made
 
     monkeypatch.setattr(KvStore, "add", counting)
-    with torch.autograd.graph.saved_tensors_hooks(counted.pack, counted.unpack):
+    with SavedBytes(net) as saved:
         run_chunks(net, batches, keep=keep, loss=loss_of)
     monkeypatch.undo()
-    assert counted.now == 0
-    return counted.most, stored[0]
+    assert saved.now == 0
+    return saved.most, stored[0]
 
 
 def test_activations_grow_with_chunks_kept_and_not_with_the_document(monkeypatch):
