@@ -24,6 +24,8 @@ from .layout import IGNORE, LAID_OUT, lay_out, masked
 FIELDS = {
     "input_ids": "int64[t] token ids this rank holds",
     "labels": "int64[t] the next token of the same document, -100 where there is none or it is masked",
+    "label_offsets": "how many tokens ahead the rows of ``shifted_labels`` look; both only with ``ThdCollator(label_offsets=…)``",
+    "shifted_labels": "int64[k, t] as ``labels``, so many tokens ahead",
     "position_ids": "int64[t] position within the document",
     "doc_ids": "int32[t] which document of the pack, 0 …",
     "shard_index": "int64[t] position within the pack of each token held",

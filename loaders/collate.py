@@ -39,11 +39,24 @@ class ThdCollator:
         recipe: the sampler's, which shards packs and makes attention plans.
         restart_positions: pieces of a split document count positions from 0, not from where they were cut.
         shapes: sizes that all micro-batches share.
+        label_offsets: for multi-token prediction, how far ahead labels are wanted beside the next token's: ``(2, 3)`` gives
+            ``batch.shifted_labels`` of two rows. They are cut from whole documents, so a label beyond the end of a shard or of a
+            piece is there all the same, and nothing is sent; the step's target count is that of ``labels``.
     """
 
-    def __init__(self, recipe: Recipe, *, restart_positions: bool = False, shapes: Shapes | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        restart_positions: bool = False,
+        shapes: Shapes | None = None,
+        label_offsets: Sequence[int] = (),
+    ) -> None:
         self.recipe = recipe
         self.restart_positions = restart_positions
+        self.label_offsets = tuple(label_offsets)
+        if any(int(offset) != offset or offset < 1 for offset in label_offsets):
+            raise ValueError(f"label_offsets are whole numbers of at least 1, tokens ahead; got {label_offsets!r}")
         self.shapes = shapes or Shapes()
         self.shapes.check_rule(recipe.shard)
 
@@ -62,7 +75,10 @@ class ThdCollator:
         columns, labels, behind = local.columns(rows)
         ids = columns.pop("input_ids")
         real = spans.tokens[spans.document >= 0]
-        own = {} if labels is None else {"labels": torch.from_numpy(labels)}
+        own: dict[str, Any] = {} if labels is None else {"labels": torch.from_numpy(labels)}
+        if self.label_offsets:
+            ahead = [local.ahead(rows.get("labels", rows["input_ids"]), offset) for offset in self.label_offsets]
+            own |= {"label_offsets": self.label_offsets, "shifted_labels": torch.from_numpy(np.stack(ahead))}
         if cu_padded[-1] > cu_seqlens[-1] or (spec.pad_multiple > 1 and shapes.max_docs is not None):
             own["cu_seqlens_padded"] = torch.from_numpy(shapes.ends(cu_padded.astype(np.int32)))
         return ThdBatch.laid_out(
@@ -163,6 +179,7 @@ class _Segments:
         self.filler = spans.document < 0
         self.empty = self.filler[self.document] | padding  # bool[s]
         self.numbers = spans.document
+        self.named = np.where(self.filler, spec.template, spans.document)  # whose row it is
         self.length = self._document_tokens(spec, rows)  # int64[d], as the plan knows each document
 
     def _document_tokens(self, spec: MicroBatch, rows: Rows) -> np.ndarray:
@@ -201,6 +218,8 @@ class _Segments:
             )
         out: dict[str, Any] = {}
         for name, values in rows.items():
+            if name in ("input_ids", "labels"):
+                self._check_integers("labels" if name == "labels" else "token ids", values)
             if all(isinstance(value, np.ndarray) for value in values):
                 self._check_aligned(name, values, rows["input_ids"])
                 out[name] = self._cut(values)
@@ -209,13 +228,10 @@ class _Segments:
             else:
                 out[name] = [None if empty else value for value, empty in zip(values, self.filler, strict=True)]
         ids = out["input_ids"]
-        if ids.dtype.kind not in "iu":
-            raise ValueError(f"token ids must be integers; input_ids of document {self.numbers[0]} is {ids.dtype}")
-        out["input_ids"] = ids.astype(np.int64, copy=False)
-        if ids.size and ids.dtype.kind == "i" and ids.min() < 0:
-            raise ValueError(
-                f"token ids must not be negative; got {ids.min()} in documents {self.numbers.tolist()[:8]}"
-            )
+        out["input_ids"] = signed = ids.astype(np.int64, copy=False)
+        if ids.size and (ids.dtype.kind == "i" or ids.itemsize == 8) and signed.min() < 0:
+            at = next(at for at, value in enumerate(rows["input_ids"]) if (value.astype(np.int64) < 0).any())
+            raise ValueError(f"token ids must not be negative; got {signed.min()} in document {self.named[at]}")
         behind = self._behind(rows.get("labels", rows["input_ids"]))
         if "labels" not in out:
             return out, None, behind
@@ -226,6 +242,14 @@ class _Segments:
             labels[np.cumsum(self.tokens) - 1] = behind
             labels[np.repeat(self.empty, self.tokens)] = IGNORE
         return out, labels, behind
+
+    def _check_integers(self, what: str, values: list[Any]) -> None:
+        for at, value in enumerate(values):
+            if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
+                held = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
+                raise ValueError(f"{what} must be integers; those of document {self.named[at]} are {held}")
+        if np.result_type(*{value.dtype for value in values}).kind == "f":
+            raise ValueError(f"{what} must be integers of a kind; in this pack some are uint64 and some are signed")
 
     def _check_aligned(self, name: str, values: list[np.ndarray], ids: list[np.ndarray]) -> None:
         for at, (value, tokens) in enumerate(zip(values, ids, strict=True)):
@@ -245,6 +269,16 @@ class _Segments:
             )
         ]
         return np.concatenate(pieces) if pieces else nothing
+
+    def ahead(self, values: list[np.ndarray], offset: int) -> np.ndarray:
+        """int64[t]: for each token the value `offset` further on in its document; -100 where there is none and in fillers."""
+        out = np.full(int(self.tokens.sum()), IGNORE, np.int64)
+        place = np.cumsum(self.tokens) - self.tokens
+        first, stop = self.begin + offset, np.minimum(self.begin + self.tokens + offset, self.length[self.document])
+        for at in np.flatnonzero((stop > first) & ~self.empty).tolist():
+            found = values[self.document[at]][first[at] : stop[at]]
+            out[place[at] : place[at] + len(found)] = found
+        return out
 
     def _behind(self, values: list[np.ndarray]) -> np.ndarray:
         """int64[s]: the value behind each segment in its document; -100 behind a document's last and in fillers."""

@@ -80,6 +80,8 @@ def masked(fields: Mapping[str, Any], documents: Collection[int], reason: str) -
     lost = gone[segments[:, 0]]
     tokens = torch.from_numpy(np.repeat(lost, segments[:, 3]))
     changed = {"input_ids": fields["input_ids"].masked_fill(tokens, 0)}
+    if "shifted_labels" in fields:
+        changed["shifted_labels"] = fields["shifted_labels"].masked_fill(tokens, IGNORE)
     if "labels" in fields:
         changed["labels"] = fields["labels"].masked_fill(tokens, IGNORE)
         targets = int((changed["labels"] != IGNORE).sum())

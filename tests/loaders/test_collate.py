@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from equipoise import BalancedLoader, ThdBatch, ThdCollator, recipe
+from equipoise.loaders.shapes import Shapes
 from equipoise.packing.padded import padded_source, valid_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -179,6 +182,67 @@ def test_seven_tokens_padded_to_eight_on_two_ranks() -> None:
     assert "cu_seqlens_padded" not in one([np.arange(8)])
     with pytest.raises(ValueError, match="pad_tp lays whole documents out for Transformer Engine's zigzag"):
         one([np.arange(8)], shard="contiguous", pad_tp=1)
+
+
+@given(
+    lengths=document_lengths(max_size=12),
+    labels=st.booleans(),
+    mix=st.sampled_from(MIXES),
+    cp=st.integers(1, 4),
+    policy=st.sampled_from(["split", "truncate"]),
+    offsets=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+)
+@settings(max_examples=200, deadline=None)
+def test_labels_further_ahead_are_those_of_whole_documents(
+    lengths: list[int], labels: bool, mix: dict, cp: int, policy: str, offsets: list[int]
+) -> None:
+    """Brute force: the document's label at position + offset, whatever shard or piece that is in; offset 1 is ``labels``."""
+    if not any(lengths):
+        return
+    rows, cap = corpus(lengths, labels)[0], 24
+    for rank in range(cp):
+        loader = BalancedLoader(
+            rows,
+            recipe("static", attend="none", **mix),
+            max_tokens_per_rank=cap,
+            dp=1,
+            cp=cp,
+            rank=rank,
+            documents_per_step=9,
+            too_long=policy,
+            group=FakeGroup() if labels and cp > 1 else None,
+        )
+        collate = ThdCollator(loader.sampler.recipe, label_offsets=(1, *offsets))
+        for batch in (collate(loader.dataset.__getitems__(specs)) for specs in loader.sampler):
+            assert batch.label_offsets == (1, *offsets) and batch.shifted_labels.dtype == torch.int64
+            assert torch.equal(batch.shifted_labels[0], batch.labels)
+            wanted = []
+            for at, position in zip(batch.doc_ids.tolist(), batch.position_ids.tolist(), strict=True):
+                row = rows[batch.documents[at]] if batch.documents[at] >= 0 else {"input_ids": []}
+                source = row.get("labels", row["input_ids"])[: cap * cp if policy == "truncate" else None]
+                wanted.append([source[position + n] if position + n < len(source) else -100 for n in offsets])
+            assert batch.shifted_labels[1:].T.tolist() == np.array(wanted).reshape(-1, len(offsets)).tolist()
+
+
+def test_labels_further_ahead_survive_pipes_padding_and_masking() -> None:
+    loader = BalancedLoader(
+        [np.arange(7), np.arange(10, 13)],
+        recipe("static", attend="none"),
+        max_tokens_per_rank=16,
+        dp=1,
+        documents_per_step=2,
+        shuffle=False,
+    )
+    collate = ThdCollator(loader.sampler.recipe, label_offsets=(2,), shapes=Shapes(pad_to=16))
+    batch = next(collate(loader.dataset.__getitems__(specs)) for specs in loader.sampler)
+    ahead = {0: [2, 3, 4, 5, 6, -100, -100], 1: [12, -100, -100]}
+    laid = [label for d in batch.documents.tolist() if d >= 0 for label in ahead[d]] + [-100] * 6
+    assert batch.shifted_labels.tolist() == [laid] == pickle.loads(pickle.dumps(batch)).shifted_labels.tolist()
+    lost = batch.without([0])
+    assert [x for x in lost.shifted_labels[0].tolist() if x != -100] == [12]
+    assert "shifted_labels" not in one([[1, 2]])
+    with pytest.raises(ValueError, match=r"at least 1, tokens ahead; got \(2, 0\)"):
+        ThdCollator(recipe("static"), label_offsets=(2, 0))
 
 
 def one(dataset: object, shard: str | None = None, **options) -> ThdBatch:
