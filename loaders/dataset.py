@@ -65,6 +65,7 @@ class PlannedDataset(Dataset):
         if on_error not in ON_ERROR:
             raise ValueError(f"on_error must be one of {', '.join(ON_ERROR)}; got {on_error!r}")
         self.dataset, self.targets, self.on_error = dataset, targets, on_error
+        self.unmeasured: dict[int, str] = {}  # documents that have no length because they could not be read, and why
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -94,21 +95,35 @@ class PlannedDataset(Dataset):
         return lengths
 
     def _measured(self, document: int) -> int:
-        ids = self.readable([document])["input_ids"][0]
+        rows = self.readable([document])
+        self.unmeasured.update(rows.get(SKIPPED, {}))
+        ids = rows["input_ids"][0]
         return 0 if ids is None else len(ids)
 
     @cached_property
     def has_labels(self) -> bool:
         """Whether documents bring a column of labels, which may mask some targets."""
         names = getattr(self.dataset, "column_names", None)
-        if names is None:
-            known = (self.readable([document]) for document in range(len(self)))
-            names = next((rows for rows in known if SKIPPED not in rows), {})
-        return "labels" in names
+        return "labels" in (self._kinds[1] if names is None else names)
+
+    @cached_property
+    def _kinds(self) -> tuple[int, dict[str, str]]:
+        """The first document that can be read, and of each of its columns whether that is an array or one value."""
+        for document in range(len(self)):
+            try:
+                (row,) = self._presented([document])
+            except Exception:
+                if self.on_error == "raise":
+                    raise
+                continue
+            if self.on_error == "raise" or not fault(row):
+                return document, _kinds_of(row)
+        return -1, {}
 
     def __getstate__(self) -> dict:
         # Arrow readers are rebuilt in the worker.
-        return {"dataset": self.dataset, "targets": self.targets, "on_error": self.on_error}
+        names = ("dataset", "targets", "on_error", "unmeasured", "_kinds")
+        return {name: self.__dict__[name] for name in names if name in self.__dict__}
 
     def __getitems__(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, Rows]]:
         """torch's batched fetch: each spec with the whole documents of its spans; a filler brings its template."""
@@ -159,18 +174,43 @@ class PlannedDataset(Dataset):
             return self._arrow.rows(documents)
         if isinstance(self.dataset, Source):
             return self.dataset.rows(documents)
+        rows = self._presented(documents)
+        for document, row in zip(documents, rows, strict=True):
+            self._check_columns(document, row)
+        return {name: [row[name] for row in rows] for name in rows[0]}
+
+    def _presented(self, documents: list[int]) -> list[dict[str, Any]]:
+        """The rows of any map-style dataset."""
         if hasattr(self.dataset, "__getitems__"):
             rows = self.dataset.__getitems__(documents)
         else:
             rows = [self._row(document) for document in documents]
-        rows = [row if isinstance(row, Mapping) else {"input_ids": row} for row in rows]
-        for document, row in zip(documents, rows, strict=True):
-            if set(row) != set(rows[0]):
-                raise ValueError(
-                    f"every document must have the same columns; document {documents[0]} has {sorted(rows[0])}, "
-                    f"document {document} has {sorted(row)}"
-                )
-        return {name: [_value(row[name]) for row in rows] for name in rows[0] if name != self.targets}
+        return [self._valued(document, row) for document, row in zip(documents, rows, strict=True)]
+
+    def _valued(self, document: int, row: Any) -> dict[str, Any]:
+        given, values = row if isinstance(row, Mapping) else {"input_ids": row}, {}
+        for name in given:
+            try:
+                if name != self.targets:
+                    values[name] = _value(given[name])
+            except ValueError as error:
+                raise ValueError(f"column {name!r} of document {document} is ragged: {error}") from error
+        return values
+
+    def _check_columns(self, document: int, row: dict[str, Any]) -> None:
+        """A column that comes and goes, or is now an array and now a value, has no place in a pack."""
+        (first, known), kinds = self._kinds, _kinds_of(row)
+        if set(kinds) != set(known):
+            raise ValueError(
+                f"every document must have the same columns; document {first} has {sorted(known)}, document {document} has "
+                f"{sorted(kinds)}"
+            )
+        if kinds != known:
+            name = next(name for name in kinds if kinds[name] != known[name])
+            raise ValueError(
+                f"column {name!r} holds arrays for some documents and single values for others: {known[name]} for document "
+                f"{first}, {kinds[name]} for document {document}"
+            )
 
     def _row(self, document: int) -> Any:
         try:
@@ -199,7 +239,19 @@ def fault(row: Mapping[str, Any], tokens: int = -1) -> str | None:
     for name, value in row.items():
         if isinstance(value, np.ndarray) and value.shape != ids.shape:
             return f"column {name!r} has shape {value.shape} beside {len(ids)} tokens"
+    return _no_labels(row.get("labels", ids))
+
+
+def _no_labels(labels: Any) -> str | None:
+    if not isinstance(labels, np.ndarray):
+        return f"its labels must be a list of whole numbers; got {type(labels).__name__}"
+    if labels.dtype.kind not in "iu" or (labels.dtype == np.uint64 and labels.size and labels.max() >= 1 << 63):
+        return f"its token ids and labels must be whole numbers below 2**63; got {labels.dtype}"
     return None
+
+
+def _kinds_of(row: Mapping[str, Any]) -> dict[str, str]:
+    return {name: "an array" if isinstance(value, np.ndarray) else "a value" for name, value in row.items()}
 
 
 def _value(value: Any) -> Any:
