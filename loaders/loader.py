@@ -276,7 +276,10 @@ class BalancedLoader:
     @property
     def skipped(self) -> dict[Any, str]:
         """Documents that could not be read or trained on, and why: by number, of a stream by (epoch, part, ordinal)."""
-        return dict(self._skipped) if self._feed is None else dict(self._feed.failed)
+        if self._feed is not None:
+            return dict(self._feed.failed)
+        assert isinstance(self.dataset, PlannedDataset)
+        return {**self.dataset.unmeasured, **self._skipped}
 
     def steps(self) -> Iterator[Iterator[ThdBatch]]:
         """Optimizer steps of the epoch, each an iterator over its micro-batches, which must be read to its end."""
