@@ -18,6 +18,7 @@ Cost: some microseconds per saved tensor: for measurements.
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,5 +65,5 @@ class _Saved:
         self.count.hold(self.storage.data_ptr(), self.storage.nbytes(), -1)
 
 
-def _unpack(saved: object) -> object:
+def _unpack(saved: Any) -> Tensor:
     return saved.tensor if isinstance(saved, _Saved) else saved

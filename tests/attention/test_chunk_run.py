@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from equipoise import BalancedLoader, CpGroups, Shapes, ThdBatch, recipe, register_attention
-from equipoise.attention.chunk_run import group_sizes, run_chunks
+from equipoise.attention.chunk_batches import group_sizes
+from equipoise.attention.chunk_run import run_chunks
 from equipoise.attention.kv_store import KvStore, store_bytes
 from equipoise.attention.saved_bytes import SavedBytes
 from equipoise.packing.chunkflow import BACKWARD, FORWARD, RECOMPUTE, schedule
@@ -41,12 +42,12 @@ def documents(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, np.ndarray]]
     return rows
 
 
-def model_of(shape: str = "qwen3", implementation: str = "equipoise", **options) -> torch.nn.Module:
+def model_of(shape: str = "qwen3", implementation: str = "equipoise", layers: int = 3, **options) -> torch.nn.Module:
     config = {"qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}[shape](
         vocab_size=VOCAB,
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
