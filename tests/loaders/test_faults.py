@@ -104,6 +104,7 @@ FAULTS: dict[str, object] = {
     "column too many": {"more": 1},
     "name is an array": {"name": np.arange(N)},
 }
+CASES = [*((name, 0) for name in FAULTS), *((name, 1) for name in ("raises", "NaN ids", "longer than indexed"))]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -140,11 +141,8 @@ def assert_left(before: tuple, seconds: float = 5) -> None:
 # Documents at fault
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(("name", "num_workers"), CASES)
 def test_a_document_at_fault_is_an_error_that_names_it(name: str, num_workers: int) -> None:
-    if num_workers and name not in ("raises", "NaN ids", "longer than indexed"):
-        pytest.skip("as without workers")
     before = left()
     loader = make(Faulty(FAULTS[name]), lengths=Lengths.from_array(TOKENS), num_workers=num_workers)
     with pytest.raises((ValueError, RuntimeError), match=rf"document {BAD}\b"):
@@ -153,11 +151,8 @@ def test_a_document_at_fault_is_an_error_that_names_it(name: str, num_workers: i
     assert_left(before)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(("name", "num_workers"), CASES)
 def test_a_document_at_fault_is_skipped_and_told(name: str, num_workers: int) -> None:
-    if num_workers and name not in ("raises", "NaN ids", "longer than indexed"):
-        pytest.skip("as without workers")
     before = left()
     loader = make(Faulty(FAULTS[name]), lengths=Lengths.from_array(TOKENS), num_workers=num_workers, on_error="skip")
     steps: dict[int, list] = {}
