@@ -156,8 +156,7 @@ def _match(segments, document, offsets, stage_of, rank, tiles):
             x = low
             while x < offsets[origin + 1] and document[x] == document[y] and segments[x, 0] < segments[y, 1]:
                 if n < len(tiles):
-                    q0, q1 = max(segments[y, 0], segments[x, 0]), segments[y, 1]
-                    k0, k1 = segments[x, 0], min(segments[x, 1], q1)
+                    q0, q1, k0, k1 = segments[y, 0], segments[y, 1], segments[x, 0], segments[x, 1]
                     tiles[n] = (rank, stage_of[distance], q0, q1, k0, k1, 0, NO_LIMIT)
                 n += 1
                 x += 1
