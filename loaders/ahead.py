@@ -31,6 +31,7 @@ from .batch import ThdBatch
 
 _log = logging.getLogger("equipoise")
 _POLL_SECONDS = 0.05
+_GRACE = 1.5  # seconds for a thread to notice that it was left
 _MUCH = 0.05  # of the time: waiting that is told
 
 
@@ -153,10 +154,16 @@ class Waiting:
 class Gate:
     """How far the trainer is: which steps' exchanges are permitted, and whether it has left."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool = False) -> None:
         self._begun = 0  # steps whose first micro-batch the trainer has taken
         self._progress = threading.Condition()
+        self._alone = alone  # no other rank takes part in exchanges
         self.left = False
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody waits for another micro-batch: neither the trainer nor, for an exchange, another rank."""
+        return self.left and self._alone
 
     def begin(self) -> None:
         """The trainer begins its next step."""
@@ -184,11 +191,18 @@ class Pump:
     """
 
     def __init__(
-        self, batches: Callable[[Gate], Iterable[Any]], *, agreement: Agreement, ahead: int, timeout: float
+        self,
+        batches: Callable[[Gate], Iterable[Any]],
+        *,
+        agreement: Agreement,
+        ahead: int,
+        timeout: float,
+        awaited: Callable[[], str] | None = None,
     ) -> None:
-        self._agreement, self._timeout = agreement, timeout
+        self._agreement, self._timeout, self._awaited = agreement, timeout, awaited
         self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(ahead)
-        self._gate, self.waiting = Gate(), Waiting()
+        self._gate, self.waiting = Gate(alone=agreement.group is None), Waiting()
+        self._overdue = False  # it was told already that nothing comes
         self._source = iter(batches(self._gate))  # workers are started here, in the trainer's thread
         self._thread = threading.Thread(target=self._run, name="equipoise-ahead", daemon=True)
         self._thread.start()
@@ -224,10 +238,14 @@ class Pump:
         try:
             return self._ready.get(timeout=self._timeout)
         except queue.Empty:
+            self._overdue = True
             raise RuntimeError(
                 f"no micro-batch came for {self._timeout:g} s: a worker, planner or another rank is stuck, or timeout= is too "
-                f"short"
+                f"short{self._told()}"
             ) from None
+
+    def _told(self) -> str:
+        return "" if self._awaited is None else f"; {self._awaited()}"
 
     def _account(self, batch: ThdBatch, total: float) -> None:
         """Count the step that begins; tell, at every comparison of plans, where the trainer waits much."""
@@ -239,14 +257,29 @@ class Pump:
     def stop(self) -> None:
         """End the iteration and wait until its thread has made the exchanges that were permitted.
 
-        RuntimeError if that takes longer than ``timeout`` seconds.
+        RuntimeError if that takes longer than ``timeout`` seconds, at once where so much was waited already.
         """
         self._gate.leave()
+        with contextlib.suppress(queue.Empty):
+            while True:  # batches, or an error that holds what it happened in
+                self._ready.get_nowait()
         with contextlib.suppress(queue.Full):
             self._ready.put_nowait(("ended", None))  # whoever waits, or takes up the iteration again, hears of it
-        self._thread.join(self._timeout)
+        self._thread.join(_GRACE if self._overdue else self._timeout)
         if self._thread.is_alive():
-            raise RuntimeError(f"the iteration's thread did not end within {self._timeout:g} s: another rank is stuck")
+            self._overdue = True
+            raise RuntimeError(
+                f"the iteration's thread did not end within {self._timeout:g} s: a reader or another rank is stuck{self._told()}"
+            )
+
+    def abandon(self) -> None:
+        """As ``stop``, but what was told already is not told again: a thread that is stuck ends with what it is stuck in."""
+        told = self._overdue
+        try:
+            self.stop()
+        except RuntimeError:
+            if not told:
+                raise
 
     def _run(self) -> None:
         try:

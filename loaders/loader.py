@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from ..packing.cost import CostModel, moments_of
 from ..packing.lengths import Lengths
@@ -35,6 +34,7 @@ from .ahead import Agreement, Gate, Pump, Waiting
 from .batch import ThdBatch
 from .collate import ThdCollator
 from .dataset import PlannedDataset
+from .fetch import Fetch, is_of_workers
 from .mesh import Place, coordinates, cpu_group, end_group
 from .planning import PlanAhead, Share
 from .shapes import Shapes
@@ -194,17 +194,16 @@ class BalancedLoader:
         )
         self.sampler.planner = self.shapes.checked(self._planning)
         self._collator = ThdCollator(recipe, restart_positions=restart_positions, shapes=self.shapes)
-        self._loader: DataLoader | None = None
+        self._fetch: Fetch | None = None
         if isinstance(self.dataset, PlannedDataset):
-            self._loader = DataLoader(
+            self._fetch = Fetch(
                 self.dataset,
-                batch_sampler=self.sampler,
-                collate_fn=self._collator,
+                self.sampler,
+                self._collator,
                 num_workers=num_workers,
                 prefetch_factor=prefetch_factor,
                 pin_memory=pin_memory,
-                timeout=timeout if num_workers else 0,
-                persistent_workers=num_workers > 0,
+                timeout=timeout,
             )
         self._skipped: dict[int, str] = {}
         self._refit, self._moments, self._observed_epoch = refit, np.zeros(5), 0
@@ -258,11 +257,22 @@ class BalancedLoader:
         self._observed_epoch = self.epoch
         self.sampler.load_state_dict(self._state)
         self._resumed = False
-        self._pump = Pump(self._batches, agreement=self._agreement, ahead=self._ahead, timeout=self._timeout)
-        for batch in self._pump:
-            self._state, resumed = batch.state(), False
-            self._skipped.update(batch.skipped)
-            yield batch
+        self._pump = Pump(
+            self._batches,
+            agreement=self._agreement,
+            ahead=self._ahead,
+            timeout=self._timeout,
+            awaited=None if self._fetch is None else self._fetch.awaited,
+        )
+        try:
+            for batch in self._pump:
+                self._state, resumed = batch.state(), False
+                self._skipped.update(batch.skipped)
+                yield batch
+        except RuntimeError as error:
+            if self._fetch is None or not is_of_workers(error):
+                raise
+            raise self._fetch.told(error) from error  # torch tells the main thread of a dead worker, whatever it is at
         self._at_end = True
         if resumed and self._feed is not None and not self._asked:  # it was saved behind the stream's last micro-batch
             yield from self
@@ -270,8 +280,8 @@ class BalancedLoader:
     def _batches(self, gate: Gate) -> Iterable[ThdBatch]:
         if self._feed is not None:
             return self._feed.batches(self.sampler, self._collator, gate)
-        assert self._loader is not None
-        return self._loader
+        assert self._fetch is not None
+        return self._fetch.batches(gate)
 
     @property
     def skipped(self) -> dict[Any, str]:
@@ -311,13 +321,14 @@ class BalancedLoader:
         """End the background thread, workers and planning processes, also of an iteration that was broken off; the loader
         can be iterated again."""
         try:
-            self._stop()  # first: exchanges that were permitted need their plans
+            if self._pump is not None:
+                self._pump.abandon()  # first: exchanges that were permitted need their plans
         finally:
             self._planning.close()
             if self._feed is not None:
                 self._feed.close()
-            if self._loader is not None:
-                self._loader._iterator = None  # persistent workers end with it
+            if self._fetch is not None:
+                self._fetch.close()
 
     def state_dict(self) -> dict:
         """Where training stands: behind the last micro-batch that was yielded. Small, global, plain JSON."""
