@@ -1,8 +1,8 @@
 """Before the first row moves, the ranks of a plan make sure that they run the same one.
 
 Ranks that disagree would wait for rows that nobody sends, or add up rows that belong elsewhere. So at a plan's first use
-each rank tells the others three 64-bit words, through the CPU: a hash of what all of them must have alike (homes, traffic
-by stage and rank), one of the tensors and options, and one of the rows it exchanges with each other rank. The last is
+each rank tells the others three 64-bit words, through the CPU: a hash of what all of them must have alike (homes, rows
+exchanged in each stage), one of the tensors and options, and one of the rows it exchanges with each other rank. The last is
 a sum in which every pair of ranks cancels out if both list the same rows, since a plan may list one rank's part only.
 All ranks see all words, so all of them raise the same error, before anything else is sent.
 
@@ -46,15 +46,20 @@ def agree(plan: Any, groups: CpGroups, terms: str) -> None:
     if not what and sum(w[2] for w in told) % WORD:
         what = ["rows to exchange"]
     if what:
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for rank, rank_words in zip(plan.ranks, told, strict=True):
-            alike.setdefault(tuple(rank_words[:2]), []).append(rank)
         raise ValueError(
             f"All ranks of a plan must run the same one, on tensors alike; ranks {list(plan.ranks)} have different "
-            f"{' and '.join(what)}, alike are {' and '.join(map(str, alike.values()))}. Rank {groups.rank} has {plan}, "
-            f"{terms}. Nothing was sent: look for data, seeds or options that differ between ranks."
+            f"{' and '.join(what)}{_alike(plan.ranks, told)}. Rank {groups.rank} has {plan}, {terms}. Nothing was sent: "
+            "look for data, seeds or options that differ between ranks."
         )
     plan.cache["agreed", terms] = True
+
+
+def _alike(ranks: tuple[int, ...], told: list[list[int]]) -> str:
+    """Which ranks have the same plan and terms, to be read behind what differs; "" if all of them have."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rank, words_of_rank in zip(ranks, told, strict=True):
+        alike.setdefault(tuple(words_of_rank[:2]), []).append(rank)
+    return f": alike are {' and '.join(map(str, alike.values()))}" if len(alike) > 1 else ""
 
 
 def words(plan: Any, index: int, terms: str) -> tuple[int, int, int]:
@@ -66,7 +71,6 @@ def words(plan: Any, index: int, terms: str) -> tuple[int, int, int]:
         by_stage = plan.traffic.by_stage
         used = np.flatnonzero(by_stage.any(1))
         _feed(common, by_stage[: used[-1] + 1 if len(used) else 0])
-        _feed(common, plan.traffic.by_rank)
         pairs = _exchanged(plan.moves, index) + _exchanged(plan.returns, index)
     return common.intdigest(), xxhash.xxh3_64_intdigest(terms.encode()), pairs % WORD
 

@@ -5,7 +5,7 @@ merge by log-sum-exp. Backward walks the same stages with the final (out, lse), 
 after its last use, in flight during the next stage. Sums and merges are in promote(fp32, dtype), in an order fixed by
 the plan, so results repeat bit for bit. With one rank nothing is sent.
 
-Cost per layer beside the kernel calls: one all-to-all a stage (two in backward), one copy of the rows sent, one merge of
+Cost per layer beside the kernel calls: one exchange a stage (two in backward), one copy of the rows sent, one merge of
 the rows a stage touches. Received KV is kept for backward by default: 2 · rows · h_kv · D values a layer;
 `keep=False` receives it again instead. The lowered plan, index tensors and kernel handles are prepared on the plan's
 first use and serve all layers.

@@ -106,6 +106,8 @@ class _All:
 class CpGroups:
     """The groups of a plane of dp x cp ranks, over the default process group; every rank must construct it.
 
+    With NCCL choose the GPU first (torch.cuda.set_device): ranks meet on theirs here.
+
     Args:
         timeout: seconds after which an exchange that another rank does not take part in is an error; default: that of
             the default process group.
@@ -147,6 +149,7 @@ class CpGroups:
         if "cpu:gloo" not in dist.get_backend_config(self._parent):
             self._control = dist.new_group(list(range(self.world)), timeout=timeout, backend="gloo")
             self._opened.append(self._control)
+        if "cuda:nccl" in dist.get_backend_config(self._parent):
             # NCCL lets some ranks send to each other only once all of them have used their communicator.
             _touch(self._parent)
         atexit.register(self._close_at_exit)
@@ -233,5 +236,5 @@ def _device(group: dist.ProcessGroup) -> torch.device:
 
 
 def _touch(group: dist.ProcessGroup) -> None:
-    device = "cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu"
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    on_gpu = "cuda:nccl" in dist.get_backend_config(group) and torch.cuda.is_available()
+    dist.all_reduce(torch.zeros(1, device="cuda" if on_gpu else "cpu"), group=group)
