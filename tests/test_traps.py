@@ -24,6 +24,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import tracemalloc
 import warnings
 from collections import Counter
@@ -44,6 +46,7 @@ from equipoise.loaders.shapes import Shapes
 from equipoise.loaders.tar import TarShards
 from equipoise.loaders.tar_index import index_shards
 from equipoise.packing.queues import WlbQueues
+from equipoise.samplers.order import permute
 from equipoise.samplers.plan import StepPlan
 from torch.utils.data import get_worker_info
 
@@ -555,6 +558,22 @@ def test_b17_a_killed_worker_is_an_error_and_leaves_no_process() -> None:
         list(loader)
     loader.close()
     assert set(multiprocessing.active_children()) <= before
+
+
+PERMUTED = "from equipoise.samplers.order import permute; print(permute(0, 50, 50, 3).tolist())"
+
+
+def test_b18_processes_that_start_together_share_an_empty_cache(tmp_path: Path) -> None:
+    """Four compile the same kernel at once; a process that is forked after it was used uses it too."""
+    command, environment = [sys.executable, "-c", PERMUTED], {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    started = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    told = [process.communicate(timeout=120)[0] for process in started]
+    here = permute(0, 50, 50, 3).tolist()
+    assert told == [f"{here}\n"] * 4 and list(tmp_path.iterdir())
+    child = os.fork()
+    if not child:
+        os._exit(int(permute(0, 50, 50, 3).tolist() != here))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_b21_groups_stay_together() -> None:
