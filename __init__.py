@@ -30,6 +30,8 @@ _HOMES = {
     "CpGroups": "attention.groups",
     "attend": "attention.executor",
     "register_attention": "attention.hf",
+    "run_chunks": "attention.chunk_run",
+    "gather_documents": "attention.documents",
     "BalancedLoader": "loaders.loader",
     "Shapes": "loaders.shapes",
     "PlannedDataset": "loaders.dataset",
