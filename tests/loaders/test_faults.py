@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -61,6 +63,10 @@ def disk_gone() -> None:
     raise OSError("disk gone")
 
 
+def refused() -> None:
+    raise ValueError("no such line")
+
+
 def no_memory() -> None:
     raise MemoryError
 
@@ -77,6 +83,7 @@ N = TOKENS[BAD]
 FAULTS: dict[str, object] = {
     "raises": disk_gone,
     "raises without a message": no_memory,
+    "refuses": refused,
     "float ids": {"input_ids": np.ones(N)},
     "NaN ids": {"input_ids": np.array([1, np.nan, 2])},
     "bool ids": {"input_ids": np.ones(N, bool)},
@@ -97,6 +104,7 @@ FAULTS: dict[str, object] = {
     "float labels": {"labels": np.ones(N)},
     "NaN labels": {"labels": np.array([1, np.nan, 2])},
     "text labels": {"labels": "abc"},
+    "negative label": {"labels": np.array([1, 2, -1])},
     "ragged weights": {"weights": [[1.0], [2.0, 3.0], 4.0]},
     "long weights": {"weights": np.ones(N + 1)},
     "one weight": {"weights": 0.5},
@@ -122,7 +130,8 @@ def left() -> tuple[int, set[int], int, set[str]]:
     multiprocessing.active_children()  # reaps those that have ended
     children = set[int]()
     for task in Path("/proc/self/task").iterdir():
-        children |= set(map(int, (task / "children").read_text().split()))
+        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
+            children |= set(map(int, (task / "children").read_text().split()))
     return threading.active_count(), children, len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
 
 
@@ -179,6 +188,22 @@ def check_tokens(batch) -> None:
     ends = position + 1 == np.array(TOKENS)[documents]
     assert (labels == np.where(real & ~ends & ((ids + 1) % 3 > 0), ids + 1, -100)).all()
     assert batch.num_targets == (labels != -100).sum()
+
+
+class Many(Faulty):
+    """Asked for several documents at once."""
+
+    def __getitems__(self, documents: list[int]) -> list:
+        return [self[document] for document in documents]
+
+
+@pytest.mark.parametrize("fault", [disk_gone, refused])
+def test_a_document_that_spoils_what_is_read_with_it_is_named(fault: Callable[[], None]) -> None:
+    """What a dataset raises for many at once tells of none: they are asked for one by one."""
+    loader = make(Many(fault), lengths=Lengths.from_array(TOKENS))
+    with pytest.raises((ValueError, RuntimeError), match=rf"document {BAD} could not be read: \w+: (disk|no such)"):
+        list(loader)
+    loader.close()
 
 
 def test_a_document_that_cannot_be_measured_is_told_too() -> None:
