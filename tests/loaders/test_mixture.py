@@ -89,7 +89,9 @@ def test_columns_are_selected_and_otherwise_agree() -> None:
         Mixture([named], columns=["name"])
     assert Mixture([plain, named], columns=["input_ids"])[3].keys() == {"input_ids"}
     ragged = Mixture([plain, [{"input_ids": ids[0]}, {"input_ids": ids[0], "name": "c"}]])
-    with pytest.raises(ValueError, match=r"in source 1 .* document 0 is document 2: .*document 1 has \['input_ids', 'name'\]"):
+    with pytest.raises(
+        ValueError, match=r"in source 1 .* document 0 is document 2: .*document 1 has \['input_ids', 'name'\]"
+    ):
         ragged.rows([0, 3])
 
 
