@@ -19,7 +19,7 @@ from ..packing.padded import pad_documents
 from ..packing.shards import Shards
 from ..samplers.plan import MicroBatch
 from .batch import FIELDS, ThdBatch
-from .dataset import SKIPPED, Rows
+from .dataset import SKIPPED, Rows, fault_of_labels
 from .layout import IGNORE, PADDING, num_targets
 from .shapes import Shapes
 
@@ -241,6 +241,9 @@ class _Segments:
             labels[:-1] = cut[1:]
             labels[np.cumsum(self.tokens) - 1] = behind
             labels[np.repeat(self.empty, self.tokens)] = IGNORE
+        if np.count_nonzero(labels < 0) != np.count_nonzero(labels == IGNORE):
+            at = next(at for at, value in enumerate(rows["labels"]) if fault_of_labels(value))
+            raise ValueError(f"document {self.named[at]} cannot be trained on: {fault_of_labels(rows['labels'][at])}")
         return out, labels, behind
 
     def _check_integers(self, what: str, values: list[Any]) -> None:

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from ..packing.lengths import Lengths
 from ..samplers.plan import MicroBatch
+from .layout import IGNORE
 
 Rows = dict[str, list[Any]]
 
@@ -181,10 +182,11 @@ class PlannedDataset(Dataset):
 
     def _presented(self, documents: list[int]) -> list[dict[str, Any]]:
         """The rows of any map-style dataset."""
-        if hasattr(self.dataset, "__getitems__"):
-            rows = self.dataset.__getitems__(documents)
-        else:
-            rows = [self._row(document) for document in documents]
+        try:
+            many = hasattr(self.dataset, "__getitems__")
+            rows = self.dataset.__getitems__(documents) if many else map(self._row, documents)
+        except Exception:
+            rows = map(self._row, documents)  # of many at once nothing tells which it was
         return [self._valued(document, row) for document, row in zip(documents, rows, strict=True)]
 
     def _valued(self, document: int, row: Any) -> dict[str, Any]:
@@ -214,11 +216,13 @@ class PlannedDataset(Dataset):
 
     def _row(self, document: int) -> Any:
         try:
+            if hasattr(self.dataset, "__getitems__"):
+                (row,) = self.dataset.__getitems__([document])
+                return row
             return self.dataset[document]
-        except ValueError:
-            raise
         except Exception as error:
-            raise RuntimeError(f"document {document} could not be read: {type(error).__name__}: {error}") from error
+            kind = ValueError if isinstance(error, ValueError) else RuntimeError
+            raise kind(f"document {document} could not be read: {type(error).__name__}: {error}") from error
 
 
 def fault(row: Mapping[str, Any], tokens: int = -1) -> str | None:
@@ -239,14 +243,18 @@ def fault(row: Mapping[str, Any], tokens: int = -1) -> str | None:
     for name, value in row.items():
         if isinstance(value, np.ndarray) and value.shape != ids.shape:
             return f"column {name!r} has shape {value.shape} beside {len(ids)} tokens"
-    return _no_labels(row.get("labels", ids))
+    return fault_of_labels(row.get("labels", ids))
 
 
-def _no_labels(labels: Any) -> str | None:
+def fault_of_labels(labels: Any) -> str | None:
+    """Why these cannot be the labels of a document; None if they can."""
     if not isinstance(labels, np.ndarray):
         return f"its labels must be a list of whole numbers; got {type(labels).__name__}"
     if labels.dtype.kind not in "iu" or (labels.dtype == np.uint64 and labels.size and labels.max() >= 1 << 63):
         return f"its token ids and labels must be whole numbers below 2**63; got {labels.dtype}"
+    wrong = labels[(labels < 0) & (labels != IGNORE)] if labels.dtype.kind == "i" else labels[:0]
+    if len(wrong):
+        return f"it holds the label {wrong[0]}: a label is a token id, or {IGNORE} where it is masked"
     return None
 
 
