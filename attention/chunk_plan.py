@@ -73,6 +73,6 @@ def chunk_plans(homes: list[Home], ranks: tuple[int, ...], rank: int) -> list[At
 
 def _queries_of(plan: AttentionPlan, start: int, stop: int, fillers: int) -> AttentionPlan:
     """Only the queries start … stop - 1 of the document, and those of the fillers from position `fillers` on."""
-    tiles = plan.tiles[((plan.tiles[:, 3] > start) & (plan.tiles[:, 3] <= stop)) | (plan.tiles[:, 2] >= fillers)]
-    tiles[:, 2] = np.maximum(tiles[:, 2], start)
-    return replace(plan, tiles=tiles)
+    first, last = plan.tiles[:, 2], plan.tiles[:, 3]
+    # Segments end where chunks do, so no tile has queries of two.
+    return replace(plan, tiles=plan.tiles[((first >= start) & (last <= stop)) | (first >= fillers)])

@@ -228,6 +228,30 @@ def test_the_store_is_bounded():
         run_chunks(net, batches, operations=everything, loss=loss_of, max_store_bytes=needed)
 
 
+def test_documents_that_are_done_leave_the_store(monkeypatch):
+    """Two documents one after another never hold more than the longer one needs."""
+    register(1, 1)
+    net, batches, stores, most = model_of(), batches_of(documents((40, 24))), [], 0
+    init, add = KvStore.__init__, KvStore.add
+
+    def collecting(store: KvStore, rows: int) -> None:
+        stores.append(store)
+        init(store, rows)
+
+    def counting(store: KvStore, *arguments):
+        nonlocal most
+        made = add(store, *arguments)
+        most = max(most, sum(each.nbytes for each in stores))
+        return made
+
+    monkeypatch.setattr(KvStore, "__init__", collecting)
+    monkeypatch.setattr(KvStore, "add", counting)
+    run_chunks(net, batches, loss=loss_of)
+    assert len(stores) == 2
+    assert most == store_bytes(net.config, 40, torch.float64)
+    assert sum(each.nbytes for each in stores) == 0
+
+
 def test_the_bound_counts_autocast():
     register(1, 1)
     net, batches = model_of().float(), batches_of(documents((40,)))
