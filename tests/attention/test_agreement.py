@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -127,6 +128,14 @@ def test_a_rank_with_another_plan_is_found_on_all_ranks(ranks, ranks_of_plan):
             assert ("alike are" in text) == (what != "rows to exchange")
 
 
+@pytest.fixture(scope="module")
+def team() -> Iterator[Ranks]:
+    """Not the ranks of other tests: gloo's threads never rest again once an exchange has broken off."""
+    pool = Ranks(timeout=30)
+    yield pool
+    pool.close()
+
+
 def apart(rank: int, world: int, groups_of_ranks: list[tuple[int, ...]]) -> str:
     """Each rank believes in another set of ranks."""
     groups, case, ranks = CpGroups(world, 1, timeout=2), Case(lengths=(40, 9)), groups_of_ranks[rank]
@@ -139,9 +148,9 @@ def apart(rank: int, world: int, groups_of_ranks: list[tuple[int, ...]]) -> str:
         return type(error).__name__
 
 
-def test_ranks_that_wait_for_different_ranks_all_end(ranks):
+def test_ranks_that_wait_for_different_ranks_all_end(team):
     """Who hears from everybody knows at once; who waits for a rank that never speaks to it knows by the timeout."""
-    said = ranks.run(apart, 3, [(0, 1, 2), (0, 1), (0, 1, 2)], timeout=30)
+    said = team.run(apart, 3, [(0, 1, 2), (0, 1), (0, 1, 2)], timeout=30)
     assert said == ["ValueError", "ValueError", "RuntimeError"]
 
 
@@ -178,22 +187,18 @@ def failing(rank: int, world: int, ranks: tuple[int, ...], phase: str, how: str)
 
 @pytest.mark.parametrize("ranks_of_plan", [(0, 1, 2), (1, 0, 2)])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_rank_that_raises_ends_the_others_within_the_timeout(ranks, ranks_of_plan, phase):
+def test_a_rank_that_raises_ends_the_others_within_the_timeout(team, ranks_of_plan, phase):
     """It lives on, as a process whose error is caught does: the others do not wait longer than they were told to."""
-    first, second, third = ranks.run(failing, 3, ranks_of_plan, phase, "raises", timeout=30)
+    first, second, third = team.run(failing, 3, ranks_of_plan, phase, "raises", timeout=30)
     assert second == "ArithmeticError: rank 1 fails"
     assert first.startswith("RuntimeError") and third.startswith("RuntimeError")
 
 
 @pytest.mark.parametrize("ranks_of_plan", [(0, 1, 2), (1, 0, 2)])
-def test_a_rank_that_dies_ends_the_others(ranks_of_plan):
-    pool = Ranks(timeout=30)
-    try:
-        with pytest.raises(RuntimeError, match="rank 1 died with exit code 3") as caught:
-            pool.run(failing, 3, ranks_of_plan, "backward", "dies")
-        assert isinstance(caught.value.__cause__, RankError) and "ranks [0, 1, 2] failed" in str(caught.value.__cause__)
-    finally:
-        pool.close()
+def test_a_rank_that_dies_ends_the_others(team, ranks_of_plan):
+    with pytest.raises(RuntimeError, match="rank 1 died with exit code 3") as caught:
+        team.run(failing, 3, ranks_of_plan, "backward", "dies", timeout=30)
+    assert isinstance(caught.value.__cause__, RankError) and "ranks [0, 1, 2] failed" in str(caught.value.__cause__)
 
 
 def test_a_word_is_64_bits():
