@@ -35,6 +35,7 @@ from .plan import Cluster, MicroBatch, StepPlan
 from .resume import (
     STATE_VERSION,
     alike,
+    check_place,
     check_state,
     differences,
     rest_to_state,
@@ -285,6 +286,11 @@ class BalancedBatchSampler:
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         first_slot, first_targets = self.first_slot, self._first_targets
         for plan, seconds in self.planner(self.windows(), self.solver):
+            if first_slot >= plan.num_slots:
+                raise ValueError(
+                    f"the state stands behind micro-batch {first_slot} of step {plan.step} of epoch {plan.epoch}, which has "
+                    f"{plan.num_slots} here: it was changed, or saved by another version; take one from behind a whole step"
+                )
             if first_slot and plan.num_targets is None:
                 plan = replace(plan, num_targets=first_targets)
             for micro_batch in self._micro_batches(plan, seconds)[first_slot:]:
@@ -372,6 +378,7 @@ class BalancedBatchSampler:
         differs = [name for name in differences(saved, self.config) if name != "capacity"]
         if state["refitted"] is not None and state["refitted"] != self.refitted:
             self.refit(state["refitted"])
+        check_place(self, state)
         ahead = stand(self, state, anew=bool(differs))
         self.admission.resume(state["epoch"], ahead.step, ahead.position, state["epoch_start"])
         if isinstance(self.admission, QueuedAdmission):

@@ -13,7 +13,9 @@ not packs, so that a run may go on with other ranks, caps or recipes:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from ..packing.queues import WlbQueues
 from .carry import Held, QueuedAdmission
 from .groups import GroupedItems
 from .items import Items
-from .order import Window, key_of
+from .order import Admission, Window, key_of
 from .stream_items import StreamItems
 
 if TYPE_CHECKING:
@@ -49,6 +51,66 @@ def check_state(state: object) -> None:
             f"a state of version {STATE_VERSION} is needed; this one has version {version!r} and lacks "
             f"{', '.join(sorted(STATE_KEYS - keys)) or 'nothing'}"
         )
+    for name, is_sound in SOUND.items():
+        try:
+            right = is_sound(state[name])
+        except (TypeError, KeyError, AttributeError):
+            right = False
+        if not right:
+            raise ValueError(f"the state was changed since it was saved: {name} is {state[name]!r}; take an older one")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _are_columns(value: Any) -> bool:
+    """Lists of whole numbers, as many in each."""
+    return len(set(map(len, value))) == 1 and all(map(_is_count, chain(*value)))
+
+
+def _is_position(value: Any) -> bool:
+    """A place in the order of an index, or of a stream."""
+    if not isinstance(value, dict):
+        return _is_count(value)
+    numbers = [value[name] for name in ("epoch", "round", "part", "number")]
+    pairs = [value["edge"], *value["ends"], *value["held"]]
+    return all(map(_is_count, chain(numbers, value["counts"].values(), *pairs))) and set(map(len, pairs)) == {2}
+
+
+SOUND: dict[str, Callable[[Any], bool]] = {
+    "config": lambda value: isinstance(value, dict),
+    "epoch": _is_count,
+    "step": _is_count,
+    "slot": _is_count,
+    "num_targets": lambda value: value is None or _is_count(value),
+    "position": _is_position,
+    "epoch_start": _is_position,
+    "refitted": lambda value: value is None or [type(each) for each in value] == [float, float],
+    "held": lambda value: value is None or (_are_columns(value[:2]) and all(map(_is_count, value[2:]))),
+    "rest": lambda value: value is None or (len(value) == 1 + len(_SPANS) and _are_columns(value[1:])),
+}
+"""What the values of a state must look like: one that passed through other hands has no checksum."""
+
+
+def check_place(sampler: BalancedBatchSampler, state: dict) -> None:
+    """Raises ValueError where the state names what is not there."""
+    told = "the state was changed since it was saved: "
+    base = sampler.admission.base if isinstance(sampler.admission, QueuedAdmission) else sampler.admission
+    if isinstance(state["position"], dict) == isinstance(base, Admission):
+        raise ValueError(f"{told}its position is {state['position']!r}")
+    if not isinstance(base, Admission):
+        return
+    epoch, start, position = state["epoch"], state["epoch_start"], state["position"]
+    begin, end = epoch * base.order.size, (epoch + 1) * base.order.size
+    if start > begin or (start != begin and base.last != "carry") or not start <= position <= end:
+        raise ValueError(
+            f"{told}epoch {epoch} has places {begin} … {end} in the stream of epochs; it is said to have begun at {start}, and step "
+            f"{state['step']} at {position}"
+        )
+    documents, items = (state["rest"] or [0, []])[1], (state["held"] or [[]])[0]
+    if max(documents, default=0) >= len(base.items.lengths) or max(items, default=0) >= len(base.items):
+        raise ValueError(f"{told}it names documents that are not there")
 
 
 def differences(saved: dict, config: dict) -> list[str]:

@@ -217,3 +217,36 @@ def test_a_jump_needs_no_scan() -> None:
     next(iter(second))
     first_step, edges = second.admission._edges[0]
     assert first_step == state["step"] > 200 and len(edges) <= 4
+
+
+CHANGED = {
+    "epoch": [-1, 1.0, "0", None, True],
+    "step": [-1, "2", None],
+    "slot": [-1, "1", None],
+    "num_targets": ["7", -1],
+    "position": [None, [1], 3.0, -3, 10**6, {"epoch": 0}],
+    "epoch_start": [None, -5, 7],
+    "config": [None, [], {}],
+    "held": [[1], 5, [[0], [], 0, 0, 0], [[999], [0], 0, 0, 0]],
+    "rest": [[1, 2], 5, [3, [999], [0], [4], [10]], [3, [0], [0], [4]]],
+    "refitted": ["x", [1.0], 3],
+}
+
+
+@pytest.mark.parametrize("name", ["static", "wlb"])
+def test_a_state_that_was_changed_is_refused(name: str) -> None:
+    """Also where it came by another way than a file with a checksum; and the sampler stays where it was."""
+    index = Lengths.from_array(np.random.default_rng(0).integers(1, 9, 40))
+    options = {"dp": 1, "max_tokens_per_rank": 16, "documents_per_step": 6}
+    sampler = BalancedBatchSampler(index, recipe(name), **options)
+    state = [batch.state for (batch,) in sampler if batch.state["slot"]][3]
+    before, whole = sampler.state_dict(), tokens_of(global_steps(sampler))
+    for key, values in CHANGED.items():
+        for value in values:
+            with pytest.raises(ValueError, match="was changed since it was saved|read its documents in another order"):
+                sampler.load_state_dict({**state, key: value})
+            assert sampler.state_dict() == before
+    assert tokens_of(global_steps(sampler)) == whole
+    sampler.load_state_dict({**state, "slot": 99})
+    with pytest.raises(ValueError, match=r"stands behind micro-batch 99 of step \d+ of epoch 0, which has \d+ here"):
+        next(iter(sampler))
