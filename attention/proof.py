@@ -92,9 +92,8 @@ def gradients_return(tiles: Int64, returns: Int64, owner: Int64, arrival: Int64,
     for stage, _, src, dst, start, stop in returns:
         if np.any(owner[start:stop] != dst):
             raise ValueError(f"Stage {stage}: [{start}, {stop}) returns to rank {dst}, which is not its home.")
-        early = src in computing and np.any(arrival[src, start:stop] > stage)
-        if early or np.any(back[src, start:stop] >= 0):
-            raise ValueError(f"Stage {stage}: rank {src} returns [{start}, {stop}) twice, or before it arrived.")
+        if np.any(back[src, start:stop] >= 0):
+            raise ValueError(f"Stage {stage}: rank {src} returns [{start}, {stop}) twice.")
         back[src, start:stop] = stage
     for rank in computing:
         wrong = (used[rank] >= 0) != (back[rank] >= 0)

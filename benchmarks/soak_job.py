@@ -134,7 +134,7 @@ def run_rank(rank: int, start: Start, job: Job) -> None:
     torch.set_num_threads(1)
     logging.getLogger("equipoise").setLevel(logging.ERROR)  # the trainer does nothing, and so waits much
     warnings.filterwarnings("ignore", message="the run is resumed under another configuration")
-    told: dict[str, Any] = {"samples": [], "refused": [], "error": None, "longest": 0.0}
+    told: dict[str, Any] = {"samples": [], "refused": [], "error": None, "struck": False, "longest": 0.0}
     loader = None
     try:
         dist.init_process_group(
@@ -166,7 +166,7 @@ class Trainer:
         self.loader, self.start, self.job, self.told = loader, start, job, told
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.batches, self.steps = self.resume()
-        self.before, self.struck = time.monotonic(), False
+        self.before = time.monotonic()
 
     def resume(self) -> tuple[int, int]:
         """Load the newest state that is whole, and do away with newer ones; what lies before it."""
@@ -201,6 +201,7 @@ class Trainer:
         """One micro-batch; whether it was the last of this start."""
         start, every, now = self.start, self.job.save_every, time.monotonic()
         self.told["longest"], self.before = max(self.told["longest"], now - self.before), now
+        before = self.steps
         journal.write(rows(batch, self.batches).tobytes())
         self.batches += 1
         if batch.is_last_slot:
@@ -208,9 +209,10 @@ class Trainer:
             dist.all_reduce(torch.ones(8))  # where gradients would be summed
             if self.steps % every == 0:
                 self.told["samples"].append(memory())
-            if start.fault and self.steps >= start.at and not self.struck:
-                self.struck = self.strike()
-        over = self.steps >= start.until and not start.last and (batch.is_last_slot or start.number % 2 == 1)
+            if start.fault and self.steps >= start.at and not self.told["struck"]:
+                self.told["struck"] = self.strike()
+        in_step = start.number % 2 == 1  # behind the first micro-batch of the next one
+        over = (before if in_step else self.steps) >= start.until and not start.last
         middle = batch.slot == 0 and self.steps % every == every // 2
         if over or middle or (batch.is_last_slot and self.steps % every == 0):
             self.save()

@@ -42,6 +42,7 @@ _AHEAD = 4  # blocks that wait in a worker's queue
 _BLOCK = 4 << 20  # bytes of a block, at most
 _SECONDS = 0.05  # a block is sent once it is so old, so that a slow source does not hold back what it has given
 _FAILURES = 100  # in a row that end a part
+_TURN = 1.0  # seconds after which torch looks whether a worker is alive
 
 
 class StreamReader:
@@ -95,7 +96,7 @@ class StreamReader:
             num_workers=1,
             prefetch_factor=_AHEAD,
             collate_fn=_as_it_is,
-            timeout=self._timeout,
+            timeout=min(self._timeout, _TURN),
             generator=torch.Generator(),  # or workers' seeds would be drawn from the trainer's random numbers
         )
         return iter(loader)
@@ -120,15 +121,23 @@ class StreamReader:
         return found
 
     def _fill(self, part: int, waiting: deque[tuple[int, Found]]) -> None:
-        try:
-            waiting.extend(next(self._queues[self._queue_of[part]]))
-        except (RuntimeError, OSError, EOFError) as error:  # torch's, of a worker that is dead or slow
-            self.close()
-            own = [each for each, queue in self._queue_of.items() if queue == self._queue_of[part]]
-            raise RuntimeError(
-                f"the worker that reads parts {own} of the stream ({self._stream.source}) was killed, or took more than "
-                f"{self._timeout:g} s for document {self._next[part]} of part {part}: {error}"
-            ) from error
+        began = time.monotonic()
+        while not waiting:
+            try:
+                waiting.extend(next(self._queues[self._queue_of[part]]))
+            except (RuntimeError, OSError, EOFError) as error:  # torch's, of a worker that is dead or slow
+                late = str(error).startswith("DataLoader timed out")
+                if not late or time.monotonic() - began >= self._timeout:
+                    raise self._missing(part, "" if late else f": {error}") from error
+
+    def _missing(self, part: int, reason: str) -> RuntimeError:
+        """What to say of a worker that gives no more; all are ended."""
+        self.close()
+        own = [each for each, queue in self._queue_of.items() if queue == self._queue_of[part]]
+        return RuntimeError(
+            f"the worker that reads parts {own} of the stream ({self._stream.source}) was killed, or took more than "
+            f"{self._timeout:g} s for document {self._next[part]} of part {part}{reason}"
+        )
 
     def close(self) -> None:
         """End the workers."""

@@ -91,8 +91,11 @@ class _Team:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
         job = pickle.dumps((function, args))
-        for pipe in self._pipes:
-            pipe.send_bytes(job)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(job)
+            except BrokenPipeError:
+                raise RuntimeError(f"{self._death(rank)}, before this case: look at the one that ran last") from None
         results: dict[int, Any] = {}
         failures: dict[int, tuple[BaseException, str]] = {}
         deadline = time.monotonic() + timeout
@@ -120,9 +123,12 @@ class _Team:
         try:
             return pickle.loads(self._pipes[rank].recv_bytes())
         except EOFError:
-            self._processes[rank].join(1.0)
-            message = f"rank {rank} died with exit code {self._processes[rank].exitcode}"
+            message = self._death(rank)
             return False, (RuntimeError(message), message)
+
+    def _death(self, rank: int) -> str:
+        self._processes[rank].join(1.0)
+        return f"rank {rank} died with exit code {self._processes[rank].exitcode}"
 
     def end(self) -> None:
         for process in self._processes:

@@ -135,7 +135,7 @@ def test_leaving_out_or_doubling_anything_is_refused(shards, name, double, index
         ("moves", 0, 2, 1, "No such move"),
         ("moves", 0, 3, 7, "No such move"),
         ("returns", 0, 3, 2, "not its home"),
-        ("returns", -1, 0, 1, "before it arrived|stage"),
+        ("returns", -1, 0, 1, "last in stage 2 and returns its gradient in stage 1"),
         ("home", 0, 1, 1, "held by no rank"),
         ("home", 0, 1, 23, "holds too"),
     ],
@@ -159,6 +159,9 @@ def test_what_a_rank_is_told_of_all_must_fit_what_it_does(name, index):
     array[index] = 0
     with pytest.raises(ValueError, match="said to"):
         replace(plan, known=replace(plan.known, **{name: array})).check(CU)
+    shifted = plan.known.by_stage + np.array([[0], [1], [-1]]) * plan.known.by_stage[2]
+    with pytest.raises(ValueError, match="said to be"):
+        replace(plan, known=replace(plan.known, by_stage=shifted)).check(CU)
     with pytest.raises(ValueError, match="leave out known"):
         replace(plan, rank=None)
     for missing in ("moves", "returns"):

@@ -6,7 +6,9 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 import time
+from contextlib import suppress
 from functools import partial
 from multiprocessing import Value
 from pathlib import Path
@@ -216,8 +218,13 @@ def test_a_part_that_does_not_open_or_never_gives_anything() -> None:
         everything(reader)
 
 
+BUILT = multiprocessing.Event()
+
+
 def killed(epoch: int):
+    """Not before the reader is built, or torch tells the main thread of it in the midst of that."""
     yield from ([n] for n in range(3))
+    BUILT.wait(30)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -238,10 +245,12 @@ def children() -> set[int]:
 def test_a_killed_or_stuck_worker_is_one_error_in_time_and_nothing_stays() -> None:
     """Also while the error is looked at, whose traceback holds all that was there."""
     before, begin, errors = children(), time.monotonic(), []
+    BUILT.clear()
     for source, text in ((killed, "killed"), (partial(slow, 2.0), "took more than 0.7 s")):
         reader = StreamReader(
             Stream.of([source, [[1]] * 9]), [0, 1], epoch=0, consumed=[0, 0], num_workers=2, timeout=0.7
         )
+        BUILT.set()
         with pytest.raises(
             RuntimeError, match=rf"the worker that reads parts \[0\] .*was {text}|{text} for document"
         ) as error:
@@ -251,6 +260,27 @@ def test_a_killed_or_stuck_worker_is_one_error_in_time_and_nothing_stays() -> No
     while children() - before and time.monotonic() - begin < 10:
         time.sleep(0.05)
     assert not children() - before and len(errors) == 2
+
+
+def test_a_killed_worker_is_missed_long_before_the_timeout() -> None:
+    """Also in a thread, to which torch tells nothing."""
+    told = []
+    BUILT.set()
+
+    def read() -> None:
+        reader = StreamReader(Stream.of([killed]), [0], epoch=0, consumed=[0], num_workers=1, timeout=600)
+        try:
+            while True:
+                reader.take(0)
+        except RuntimeError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=read, daemon=True)
+    with suppress(RuntimeError):  # what torch tells the main thread
+        thread.start()
+        thread.join(30)
+    thread.join(30)
+    assert "was killed" in told[0] and "exited unexpectedly" in told[0]
 
 
 def trickling():
