@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from .batch import ThdBatch
 from .collate import ThdCollator
 from .dataset import PlannedDataset
+from .worker import end_with_trainer
 
 if TYPE_CHECKING:
     from ..samplers.batch_sampler import BalancedBatchSampler
@@ -62,6 +63,7 @@ class Fetch:
             pin_memory=pin_memory,
             timeout=min(timeout, _TURN) if num_workers else 0,
             persistent_workers=num_workers > 0,
+            worker_init_fn=end_with_trainer,
         )
 
     def batches(self, gate: Gate) -> Iterator[ThdBatch]:

@@ -33,6 +33,7 @@ from .dataset import ON_ERROR, Rows
 from .stream import Stream
 from .stream_document import Document, End, Failed, document_of
 from .wire import Bytes, decode, encode
+from .worker import end_with_trainer
 
 Found = Document | Failed | End
 Block = tuple[list[tuple[int, tuple[int, int] | Failed | End]], Bytes]
@@ -97,6 +98,7 @@ class StreamReader:
             prefetch_factor=_AHEAD,
             collate_fn=_as_it_is,
             timeout=min(self._timeout, _TURN),
+            worker_init_fn=end_with_trainer,
             generator=torch.Generator(),  # or workers' seeds would be drawn from the trainer's random numbers
         )
         return iter(loader)
