@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,28 @@ def test_what_is_saved_is_read(state: dict) -> None:
         save_state(OLD, path)
         save_state(state, path)
         assert read_state(path) == state and os.listdir(folder) == ["state.json"]
+
+
+def test_what_a_killed_save_left_is_taken_away_once_it_is_old(tmp_path: Path) -> None:
+    """Of this state alone, and never what another save may be writing."""
+    path = tmp_path / "state[0].json"
+    others = [
+        ".state[0].json.7",
+        ".state0.json.7.part",
+        ".state[0].json.b.7.part",
+        "state[0].json.7.part",
+        ".state[0].json..part",
+    ]
+    for name, age in [
+        (".state[0].json.7.part", 7200),
+        (".state[0].json.8.part", 60),
+        *((name, 7200) for name in others),
+    ]:
+        (tmp_path / name).write_text("half a sta")
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    save_state(OLD, path)
+    assert sorted(os.listdir(tmp_path)) == sorted([path.name, ".state[0].json.8.part", *others])
+    assert read_state(path) == OLD
 
 
 def test_any_truncation_and_any_changed_byte_is_refused(tmp_path: Path) -> None:

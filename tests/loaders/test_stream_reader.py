@@ -283,6 +283,26 @@ def test_a_killed_worker_is_missed_long_before_the_timeout() -> None:
     assert "was killed" in told[0] and "exited unexpectedly" in told[0]
 
 
+def endless():
+    while True:
+        yield [1, 2, 3]
+
+
+def test_closing_ends_the_workers_though_somebody_holds_what_they_give() -> None:
+    """As an error's traceback does, or an iterator that was broken off."""
+    before = children()
+    reader = StreamReader(Stream.of([endless, endless]), [0, 1], epoch=0, consumed=[0, 0], num_workers=2, timeout=30)
+    held = [reader.take(0), reader._processes, reader._queues]
+    assert len(children() - before) == 2
+    reader.close()
+    end = time.monotonic() + 10
+    while children() - before:
+        assert time.monotonic() < end, "a worker runs on behind close()"
+        time.sleep(0.05)
+    assert len(held[1]) == 2
+    reader.close()  # again: nothing
+
+
 def trickling():
     for n in range(1000):
         time.sleep(0.06)
