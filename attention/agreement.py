@@ -26,7 +26,7 @@ from .groups import CpGroups
 from .plan import AttentionPlan, Int64
 
 WORD = 1 << 64
-OWN = ("rank", "cache", "tiles", "moves", "returns", "known")
+OWN = ("rank", "cache", "tiles", "moves", "returns", "known", "planner")
 """Fields of plans that differ between ranks or are compared otherwise."""
 
 

@@ -75,4 +75,5 @@ def _queries_of(plan: AttentionPlan, start: int, stop: int, fillers: int) -> Att
     """Only the queries start … stop - 1 of the document, and those of the fillers from position `fillers` on."""
     first, last = plan.tiles[:, 2], plan.tiles[:, 3]
     # Segments end where chunks do, so no tile has queries of two.
-    return replace(plan, tiles=plan.tiles[((first >= start) & (last <= stop)) | (first >= fillers)])
+    own = ((first >= start) & (last <= stop)) | (first >= fillers)
+    return replace(plan, tiles=plan.tiles[own], planner=None)

@@ -19,7 +19,7 @@ store. Autograd keeps q, out and lse of the chunk; nothing grows with the docume
     torch.Size([4, 4, 16])
 """
 
-# T query rows of a chunk at home, S rows of the store so far, H query heads, K key heads, D head dim.
+# T query rows of a chunk at home, S rows of the store so far, H query heads, K key heads, D head dim, V that of values.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -31,12 +31,13 @@ from torch.autograd.function import once_differentiable
 
 from .agreement import agree
 from .chunk_plan import Home, chunk_plans
-from .executor import Run, alike, counted, own_index, prepare, run_backward, run_forward, validate
+from .executor import Run, counted, own_index, prepare, run_backward, run_forward, terms, validate
 from .groups import CpGroups
-from .kernels.contract import Kernel, kernel_for
+from .kernels.contract import Kernel, Scores, kernel_for
 from .kv_store import KvStore
 from .plan import AttentionPlan
 from .program import Program, lower
+from .sinks import check_sinks, sink_gradients
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,30 +70,37 @@ def attend_chunk(
     layer: int,
     q_THD: Tensor,
     k_TKD: Tensor,
-    v_TKD: Tensor,
+    v_TKV: Tensor,
     groups: CpGroups,
     scale: float | None = None,
     *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """Attention of the chunk's queries to all rows up to theirs → out [T, H, D], differentiable.
+    """Attention of the chunk's queries to all rows up to theirs → out [T, H, V], differentiable.
 
-    layer: under which number the store keeps k and v. The rest is as in `attend`. All ranks of the plan call it, forward in
-    ascending and backward in descending order of a document's chunks.
+    layer: under which number the store keeps k and v. The rest is as in `attend`; under a window as many rows travel as
+    without. All ranks of the plan call it, forward in ascending and backward in descending order of a document's chunks.
     """
     index = own_index(chunk.plan, groups)
-    validate(chunk.rows, q_THD, k_TKD, v_TKD)
-    scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
-    agree(chunk.plan, groups, f"chunk, q {alike(q_THD)}, k {alike(k_TKD)}, scale={scale}")
-    group, backend = counted(groups, chunk.plan.ranks, index, kernel_for(q_THD.device, kernel))
-    run = _prepared(chunk, index, backend, q_THD.device)
-    return _AttendChunk.apply(q_THD, k_TKD, v_TKD, chunk, layer, run, group, scale)
+    validate(chunk.rows, q_THD, k_TKD, v_TKV)
+    check_sinks(sinks_H, q_THD)
+    scores = Scores(scale=q_THD.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap)
+    backend = kernel_for(q_THD.device, kernel)
+    backend.check(q_THD, v_TKV, scores)
+    plan = chunk.plan if window is None else chunk.plan.windowed(window)
+    agree(plan, groups, f"chunk, {terms(q_THD, k_TKD, v_TKV, scores, sinks_H)}")
+    group, backend = counted(groups, plan.ranks, index, backend)
+    run = _prepared(plan, chunk, index, backend, q_THD.device)
+    return _AttendChunk.apply(q_THD, k_TKD, v_TKV, sinks_H, chunk, layer, run, group, scores)
 
 
-def _prepared(chunk: Chunk, index: int, kernel: Kernel, device: torch.device) -> Run:
-    cache, key = chunk.plan.cache, ("chunk", index, kernel, device)
+def _prepared(plan: AttentionPlan, chunk: Chunk, index: int, kernel: Kernel, device: torch.device) -> Run:
+    cache, key = plan.cache, ("chunk", index, kernel, device)
     if key not in cache:
-        cache[key] = prepare(_queries_from(chunk.first_row, chunk.rows, lower(chunk.plan, index)), kernel, device)
+        cache[key] = prepare(_queries_from(chunk.first_row, chunk.rows, lower(plan, index)), kernel, device)
     return cache[key]
 
 
@@ -105,21 +113,22 @@ def _queries_from(first_row: int, rows: int, program: Program) -> Program:
 
 class _AttendChunk(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, chunk, layer, run, group, scale):
+    def forward(ctx, q, k, v, sinks, chunk, layer, run, group, scores):
         q = q if q.stride(-1) == 1 else q.contiguous()
         home = chunk.store.write(layer, chunk.first_row, k, v)
-        out, lse = run_forward(run, run.journey(home, group), q, scale, None)
-        ctx.save_for_backward(q, out, lse)
-        ctx.chunk, ctx.layer, ctx.run, ctx.group, ctx.scale = chunk, layer, run, group, scale
+        out, lse = run_forward(run, run.journey(home, group), q, scores, None, sinks)
+        ctx.save_for_backward(q, sinks, out, lse)
+        ctx.chunk, ctx.layer, ctx.run, ctx.group, ctx.scores = chunk, layer, run, group, scores
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        q, out, lse = ctx.saved_tensors
+        q, sinks, out, lse = ctx.saved_tensors
         chunk, dout = ctx.chunk, dout if dout.stride(-1) == 1 else dout.contiguous()
         home = chunk.store.read(ctx.layer, chunk.first_row + chunk.rows)
         journey = ctx.run.journey(home, ctx.group)
-        dq, dk, dv = run_backward(ctx.run, journey, dout, q, out, lse, ctx.scale)
+        dq, dk, dv = run_backward(ctx.run, journey, dout, q, out, lse, ctx.scores)
         dk, dv = chunk.store.add(ctx.layer, chunk.first_row, dk, dv)
-        return *(x.to(q.dtype) for x in (dq, dk, dv)), None, None, None, None, None
+        d_sinks = None if sinks is None else sink_gradients(sinks, dout, out, lse.transpose(0, 1))
+        return *(x.to(q.dtype) for x in (dq, dk, dv)), d_sinks, None, None, None, None, None

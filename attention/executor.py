@@ -6,7 +6,7 @@ after its last use, in flight during the next stage. Sums and merges are in prom
 the plan, so results repeat bit for bit. With one rank nothing is sent.
 
 Cost per layer beside the kernel calls: one exchange a stage (two in backward), one copy of the rows sent, one merge of
-the rows a stage touches. Received KV is kept for backward by default: 2 · rows · h_kv · D values a layer;
+the rows a stage touches. Received KV is kept for backward by default: rows · h_kv · (D + V) values a layer;
 `keep=False` receives it again instead. The lowered plan, index tensors and kernel handles are prepared on the plan's
 first use and serve all layers.
 
@@ -20,7 +20,7 @@ first use and serve all layers.
     torch.Size([8, 4, 16])
 """
 
-# T query rows at home, S key rows of a buffer, H query heads, K key heads, D head dim.
+# T query rows at home, S key rows of a buffer, H query heads, K key heads, D head dim, V that of values.
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -32,10 +32,11 @@ from torch.autograd.function import once_differentiable
 
 from .agreement import agree
 from .groups import CpGroups, Group
-from .kernels.contract import Kernel, Rows, add_, covers, kernel_for, merge_, sum_dtype, take
+from .kernels.contract import Kernel, Rows, Scores, add_, covers, kernel_for, merge_, sum_dtype
 from .plan import AttentionPlan
 from .program import Program, lower
-from .transport import Freight, Journey, Pair, Travelling
+from .sinks import check_sinks, sink_gradients, with_sinks
+from .transport import Freight, Journey, Pair, Travelling, no_rows, side_by_side
 from .ulysses import UlyssesPlan, attend_ulysses
 
 
@@ -43,30 +44,48 @@ def attend(
     plan: AttentionPlan | UlyssesPlan,
     q_THD: Tensor,
     k_TKD: Tensor,
-    v_TKD: Tensor,
+    v_TKV: Tensor,
     groups: CpGroups,
     scale: float | None = None,
     *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
     keep: bool = True,
     kernel: str | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries under the plan → out [T, H, D], differentiable. All ranks of the plan call it.
+    """Attention of this rank's queries under the plan → out [T, H, V], differentiable. All ranks of the plan call it.
 
-    q_THD, k_TKD, v_TKD: this rank's tokens in the order it holds them, H a multiple of K. scale: of the scores,
-    D^-1/2 by default. keep: keep received KV for backward rather than receive it again. kernel: a backend by name
-    (kernels/contract.py); None: the device's.
+    q_THD, k_TKD, v_TKV: this rank's tokens in the order it holds them, H a multiple of K; values may have another head
+    dim than queries and keys.
 
-    Raises ValueError, before anything is sent, if tensors do not fit the plan, each other or the groups.
+    Args:
+        scale: of the scores; D^-1/2 by default.
+        window: a query sees its document's last `window` keys, itself among them (Hugging Face's `sliding_window`); None:
+            all. Layers with and without share one plan: `AttentionPlan.windowed` says what then moves.
+        softcap: bounds scores to softcap · tanh(score / softcap), where the kernel can; None: not.
+        sinks_H: a score per head that takes part in the softmax and has no value, differentiable. A rank's gradient is
+            that of its own part, to be summed over ranks as DDP and FSDP do with any parameter's.
+        keep: keep received KV for backward rather than receive it again.
+        kernel: a backend by name (kernels/contract.py); None: the device's.
+
+    Raises ValueError, before anything is sent, if tensors do not fit the plan, each other or the groups, or the kernel
+    cannot do what is asked.
     """
     index = own_index(plan, groups)
-    validate(plan.tokens_of(index), q_THD, k_TKD, v_TKD)
-    scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
-    agree(plan, groups, f"q {alike(q_THD)}, k {alike(k_TKD)}, scale={scale}, keep={keep}")
-    group, backend = counted(groups, plan.ranks, index, kernel_for(q_THD.device, kernel))
+    validate(plan.tokens_of(index), q_THD, k_TKD, v_TKV)
+    check_sinks(sinks_H, q_THD)
+    scores = Scores(scale=q_THD.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap)
+    backend = kernel_for(q_THD.device, kernel)
+    backend.check(q_THD, v_TKV, scores)
+    if window is not None:
+        plan = plan.windowed(window)
+    agree(plan, groups, f"{terms(q_THD, k_TKD, v_TKV, scores, sinks_H)}, keep={keep}")
+    group, backend = counted(groups, plan.ranks, index, backend)
     if isinstance(plan, UlyssesPlan):
-        return attend_ulysses(plan, q_THD, k_TKD, v_TKD, group, scale, backend)
+        return attend_ulysses(plan, q_THD, k_TKD, v_TKV, sinks_H, group, scores, backend)
     run = _prepared(plan, index, backend, q_THD.device)
-    return _Attend.apply(q_THD, k_TKD, v_TKD, run, group, scale, keep)
+    return _Attend.apply(q_THD, k_TKD, v_TKV, sinks_H, run, group, scores, keep)
 
 
 def counted(groups: CpGroups, ranks: tuple[int, ...], index: int, kernel: Kernel) -> tuple[Group | None, Kernel]:
@@ -89,8 +108,11 @@ def own_index(plan: AttentionPlan | UlyssesPlan, groups: CpGroups) -> int:
 
 def validate(tokens: int, q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape:
-        raise ValueError(f"attend takes q [tokens, heads, dim] and k, v [tokens, kv_heads, dim] alike; got {shapes}.")
+    if not q.ndim == k.ndim == v.ndim == 3 or k.shape[:2] != v.shape[:2]:
+        raise ValueError(
+            f"attend takes q [tokens, heads, dim] and k, v [tokens, kv_heads, dim], tokens and heads of k and v alike; "
+            f"got {shapes}."
+        )
     if not q.shape[0] == k.shape[0] == tokens:
         raise ValueError(
             f"The plan gives this rank {tokens} tokens; got {shapes}. Pass this rank's shard, in its order."
@@ -105,9 +127,11 @@ def validate(tokens: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k, v must be on one device; got {q.device}, {k.device}, {v.device}.")
 
 
-def alike(x: Tensor) -> str:
-    """What all ranks must have alike of a tensor."""
-    return f"[tokens, {x.shape[1]}, {x.shape[2]}] {x.dtype}"
+def terms(q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> str:
+    """What all ranks must have alike of the tensors and options."""
+    _, H, D = q.shape
+    _, K, V = v.shape
+    return f"q [tokens, {H}, {D}], k and v of {K} heads, v of dim {V}, {q.dtype}, {scores}, sinks={sinks is not None}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,49 +184,57 @@ def prepare(program: Program, kernel: Kernel, device: torch.device) -> Run:
 
 
 def run_forward(
-    run: Run, journey: Journey, q: Tensor, scale: float, kept: dict[int, Tensor] | None
+    run: Run,
+    journey: Journey,
+    q: Tensor,
+    scores: Scores,
+    kept: dict[int, Tensor] | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """→ out [T, H, D] in q's dtype, lse [H, T]. Fills `kept` with the received buffers that tiles read."""
-    dtype, (T, H, D) = sum_dtype(q.dtype), q.shape
+    """→ out [T, H, V] in q's dtype, lse [H, T]. Fills `kept` with the received buffers that tiles read."""
+    dtype, (T, H, _), V = sum_dtype(q.dtype), q.shape, journey.home[1].shape[2]
     out = lse_TH = None
     for s, stage in enumerate(run.stages):
         journey.arrive(s)
         for buffer, handle in stage.tiles:
-            part, part_lse = run.kernel.forward(handle, q, *journey.keys(buffer), scale)
+            part, part_lse = run.kernel.forward(handle, q, *journey.keys(buffer), scores)
             if kept is not None and buffer > 0:
                 kept[buffer] = journey.received[buffer]
             if out is None and covers(handle.q_rows, T):
                 out, lse_TH = part, part_lse.transpose(0, 1)
                 continue
-            out = q.new_zeros((T, H, D), dtype=dtype) if out is None else out.to(dtype)
+            out = q.new_zeros((T, H, V), dtype=dtype) if out is None else out.to(dtype)
             lse_TH = q.new_full((T, H), -torch.inf, dtype=dtype) if lse_TH is None else lse_TH
             merge_(out, lse_TH, handle.q_rows, part, part_lse.transpose(0, 1))
     if out is None or lse_TH is None:
-        return torch.zeros_like(q), q.new_full((H, T), -torch.inf, dtype=dtype)
+        out, lse_TH = q.new_zeros((T, H, V)), q.new_full((T, H), -torch.inf, dtype=dtype)
+    if sinks is not None:
+        out, lse_TH = with_sinks(out, lse_TH, sinks)
     return out.to(q.dtype), lse_TH.transpose(0, 1)
 
 
 def run_backward(
-    run: Run, journey: Journey, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float
+    run: Run, journey: Journey, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """→ dq, dk, dv of the rows at home, in the dtype they were summed in."""
-    dtype, k_home = sum_dtype(q.dtype), journey.home[0]
+    dtype, home = sum_dtype(q.dtype), journey.home
     dq: Tensor | None = None
     grads: dict[int, Pair] = {}
     coming: Travelling | None = None
-    empty = k_home.new_empty((0, 2, *k_home.shape[1:]), dtype=dtype)
 
     def gradients(buffer: int) -> Pair:
-        shape = (run.buffer_rows[buffer], *k_home.shape[1:])
-        return grads.get(buffer) or (k_home.new_zeros(shape, dtype=dtype), k_home.new_zeros(shape, dtype=dtype))
+        if buffer in grads:
+            return grads[buffer]
+        dk, dv = (x.new_zeros((run.buffer_rows[buffer], *x.shape[1:]), dtype=dtype) for x in home)
+        return dk, dv
 
     def pick(buffer: int, rows: Rows) -> Tensor:
-        return torch.stack([take(x, rows).to(dtype) for x in gradients(buffer)], dim=1)
+        return side_by_side(gradients(buffer), rows, dtype)
 
     for s, stage in enumerate(run.stages):
         journey.arrive(s)
         for buffer, handle in stage.tiles:
-            dq_part, *parts = run.kernel.backward(handle, dout, q, *journey.keys(buffer), out, lse, scale)
+            dq_part, *parts = run.kernel.backward(handle, dout, q, *journey.keys(buffer), out, lse, scores)
             dq = _plus(dq, len(q), handle.q_rows, dq_part, dtype)
             before = grads.get(buffer, (None, None))
             rows = run.buffer_rows[buffer]
@@ -210,7 +242,7 @@ def run_backward(
             grads[buffer] = (dk, dv)
         if coming is not None:
             grads[0] = coming.land(gradients(0))
-        coming = None if stage.returns is None else stage.returns.send(pick, empty, journey.group)
+        coming = None if stage.returns is None else stage.returns.send(pick, no_rows(home, dtype), journey.group)
     if coming is not None:
         grads[0] = coming.land(gradients(0))
     dk, dv = gradients(0)
@@ -228,21 +260,23 @@ def _plus(total: Tensor | None, count: int, rows: Rows, part: Tensor, dtype: tor
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, run, group, scale, keep):
+    def forward(ctx, q, k, v, sinks, run, group, scores, keep):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         kept: dict[int, Tensor] | None = {} if keep else None
-        out, lse = run_forward(run, run.journey((k, v), group), q, scale, kept)
-        ctx.save_for_backward(q, k, v, out, lse, *(kept or {}).values())
+        out, lse = run_forward(run, run.journey((k, v), group), q, scores, kept, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, *(kept or {}).values(), *([] if sinks is None else [sinks]))
         ctx.kept = None if kept is None else list(kept)
-        ctx.run, ctx.group, ctx.scale = run, group, scale
+        ctx.run, ctx.group, ctx.scores, ctx.has_sinks = run, group, scores, sinks is not None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
         q, k, v, out, lse, *buffers = ctx.saved_tensors
+        sinks = buffers.pop() if ctx.has_sinks else None
         kept = None if ctx.kept is None else dict(zip(ctx.kept, buffers, strict=True))
         journey = ctx.run.journey((k, v), ctx.group, kept)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        grads = run_backward(ctx.run, journey, dout, q, out, lse, ctx.scale)
-        return *(x.to(q.dtype) for x in grads), None, None, None, None
+        grads = run_backward(ctx.run, journey, dout, q, out, lse, ctx.scores)
+        d_sinks = None if sinks is None else sink_gradients(sinks, dout, out, lse.transpose(0, 1))
+        return *(x.to(q.dtype) for x in grads), d_sinks, None, None, None, None

@@ -23,18 +23,25 @@ everywhere. `check()` proves a plan on paper: each pair of the mask once, each r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from . import bands, proof
+from .windows import cut_routes, cut_tiles
 
 Int64 = npt.NDArray[np.int64]
 
 KV = 0
 """The kind of a move: keys and values. (Moved queries are a later kind.)"""
+
+
+def check_window(window: int) -> None:
+    if window < 1:
+        raise ValueError(f"A window counts the keys a query sees, itself among them: at least 1; got {window}.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,6 +76,8 @@ class AttentionPlan:
     """Index of the only rank whose tiles are here; None: those of all."""
     known: Traffic | None = None
     """What all ranks exchange, where moves and returns are only those that `rank` takes part in; None: they are all here."""
+    planner: Callable[[int], AttentionPlan] | None = field(default=None, repr=False)
+    """Makes this plan for a window; None: `windowed` cuts what is listed."""
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     """What executors prepared from the plan (device tensors, kernel handles): left behind when the plan is pickled."""
 
@@ -110,11 +119,32 @@ class AttentionPlan:
         home = self.home_of(rank)
         return int((home[:, 1] - home[:, 0]).sum())
 
-    def check(self, cu_seqlens: npt.ArrayLike) -> None:
+    def windowed(self, window: int) -> AttentionPlan:
+        """The same attention for keys q - window < k <= q only: less is computed, and rows that nobody sees do not travel.
+
+        Made once and kept in `cache`. A plan that lists one rank's part, and whose planner is not at hand, moves as much
+        as before. Raises ValueError for a window below 1.
+        """
+        check_window(window)
+        if window >= self.tokens:
+            return self
+        key = ("window", window)
+        if key not in self.cache:
+            self.cache[key] = self._cut(window) if self.planner is None else self.planner(window)
+        return self.cache[key]
+
+    def _cut(self, window: int) -> AttentionPlan:
+        tiles, moves, returns = cut_tiles(self.tiles, window), self.moves, self.returns
+        if self.rank is None:
+            moves, returns = cut_routes(tiles, moves, returns, len(self.ranks), self.tokens)
+        return replace(self, tiles=tiles, moves=moves, returns=returns)
+
+    def check(self, cu_seqlens: npt.ArrayLike, window: int | None = None) -> None:
         """Prove the plan for causal attention within each document of `cu_seqlens`, or raise ValueError saying where it fails.
 
-        cu_seqlens: int[k+1], document boundaries from 0 to `tokens`. With `rank` given, the queries of that rank are
-        checked, the tiles of the others being elsewhere. Takes time and memory of ranks x tokens: for tests.
+        cu_seqlens: int[k+1], document boundaries from 0 to `tokens`. window: how many keys a query sees, itself among them;
+        None: all up to itself. With `rank` given, the queries of that rank are checked, the tiles of the others being
+        elsewhere. Takes time and memory of ranks x tokens: for tests.
         """
         cu = np.asarray(cu_seqlens, dtype=np.int64)
         if cu.ndim != 1 or len(cu) == 0 or cu[0] != 0 or cu[-1] != self.tokens or np.any(np.diff(cu) < 0):
@@ -123,14 +153,14 @@ class AttentionPlan:
         arrival = proof.arrivals(owner, self.moves, len(self.ranks), None if self.known is None else self.rank)
         computing = range(len(self.ranks)) if self.rank is None else [self.rank]
         proof.tiles_are_fed(self.tiles, owner, arrival, computing)
-        proof.pairs_once(self.tiles, owner, cu, computing)
+        proof.pairs_once(self.tiles, owner, cu, computing, window)
         proof.gradients_return(self.tiles, self.returns, owner, arrival, computing)
         if self.known is not None and self.rank is not None:
             listed = self._listed_traffic()
             proof.traffic_is_known(self.rank, listed.by_stage, listed.by_rank, self.known.by_stage, self.known.by_rank)
 
     def loads(self, bytes_per_row: int = 1) -> Loads:
-        """What every rank computes, sends and receives. bytes_per_row: those of one token's K and V, 2 · h_kv · itemsize.
+        """What every rank computes, sends and receives. bytes_per_row: those of one token's K and V, h_kv · (D + V) · itemsize.
 
         With `rank` given, pairs of other ranks are not known here and count as 0.
         """

@@ -72,9 +72,13 @@ def tiles_are_fed(tiles: Int64, owner: Int64, arrival: Int64, computing: Iterabl
         raise ValueError(f"Stage {stage}, rank {rank}, tile [{q0}, {q1}) x [{k0}, {k1}): {what}.")
 
 
-def pairs_once(tiles: Int64, owner: Int64, cu_seqlens: Int64, computing: Iterable[int]) -> None:
-    """Each query of the computing ranks meets each key of its document up to itself once, and no other."""
+def pairs_once(
+    tiles: Int64, owner: Int64, cu_seqlens: Int64, computing: Iterable[int], window: int | None = None
+) -> None:
+    """Each query of the computing ranks meets each key of its document up to itself, or the last `window`, once, and no other."""
     first = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
+    if window is not None:
+        first = np.maximum(first, np.arange(len(first)) - window + 1)
     wanted = np.isin(owner, np.fromiter(computing, np.int64))
     query, key, times = _rows_once(np.ascontiguousarray(tiles), first, wanted)
     if query >= 0:
@@ -158,8 +162,8 @@ def _fed(tiles, owner, arrival):
 def _rows_once(tiles, first, wanted):
     """The first pair that is not computed as the mask says, and how often it is; -1 if there is none.
 
-    For each query the tiles give intervals of keys: sorted, they must follow each other from the document's first
-    position to the query itself.
+    For each query the tiles give intervals of keys: sorted, they must follow each other from the first one that
+    the query sees to the query itself.
     """
     tokens = len(first)
     offsets = np.zeros(tokens + 1, np.int64)

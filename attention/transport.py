@@ -1,10 +1,10 @@
 """What moves between ranks while attention is computed: KV onward, gradients home; always one exchange under way.
 
 Each stage of a plan is one exchange with uneven splits (groups.py says over what); K and V of a row travel side by side,
-[rows, 2, K, D]. Tensors that are being sent are held until they have left.
+[rows, K·D + K·V]. Tensors that are being sent are held until they have left.
 """
 
-# S rows of a buffer, K key heads, D head dim.
+# S rows of a buffer, K key heads, D head dim, V that of values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,24 @@ from .kernels.contract import Rows, add_, rows_of, take
 from .program import Cargo
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
-"""K and V, or dK and dV, [S, K, D] each."""
+"""K and V, or dK and dV, [S, K, D] and [S, K, V]."""
+
+
+def side_by_side(pair: Pair, rows: Rows, dtype: torch.dtype) -> Tensor:
+    """Some rows as they travel, [rows, K·D + K·V]."""
+    return torch.cat([take(x, rows).to(dtype).flatten(1) for x in pair], dim=1)
+
+
+def apart(rows: Tensor, like: Pair) -> Pair:
+    """Rows that came as keys and values again, views with the heads and dims of `like`."""
+    (K, D), (_, V) = like[0].shape[1:], like[1].shape[1:]
+    k, v = rows.split([K * D, K * V], dim=1)
+    return k.unflatten(1, (K, D)), v.unflatten(1, (K, V))
+
+
+def no_rows(like: Pair, dtype: torch.dtype) -> Tensor:
+    """What travels where there are none."""
+    return like[0].new_empty((0, sum(x.shape[1] * x.shape[2] for x in like)), dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +62,7 @@ class Freight:
         )
 
     def send(self, pick: Callable[[int, Rows], Tensor], empty: Tensor, group: Group | None) -> Travelling:
-        """Start the exchange. pick: (buffer, rows) → [rows, 2, K, D]; empty: [0, 2, K, D], for who has nothing to send."""
+        """Start the exchange. pick: (buffer, rows) → rows as they travel; empty: none, for who has nothing to send."""
         parts = [pick(buffer, rows) for buffer, rows in self.picks]
         sent = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else empty
         sent = sent if self.order is None else sent.index_select(0, self.order)
@@ -73,8 +90,9 @@ class Travelling:
         dk, dv = (x.to(self.received.dtype) for x in home)
         for rows, part in zip(self.freight.landing, self.wait().split(self.freight.receive_splits), strict=True):
             if len(part):
-                add_(dk, rows, part[:, 0])
-                add_(dv, rows, part[:, 1])
+                dk_part, dv_part = apart(part, home)
+                add_(dk, rows, dk_part)
+                add_(dv, rows, dv_part)
         return dk, dv
 
 
@@ -105,18 +123,18 @@ class Journey:
             self.received[stage] = self._under_way.wait()
         self.received = {b: x for b, x in self.received.items() if self._read_until.get(b, -1) >= stage}
         following = self._moves[stage + 1] if stage + 1 < len(self._moves) else None
-        k = self.home[0]
-        empty = k.new_empty((0, 2, *k.shape[1:]))
-        self._under_way = None if following is None else following.send(self._pick, empty, self.group)
+        if following is None:
+            self._under_way = None
+        else:
+            self._under_way = following.send(self._pick, no_rows(self.home, self.home[0].dtype), self.group)
 
     def keys(self, buffer: int) -> Pair:
         """K and V of a buffer."""
         if buffer == 0:
             return self.home
-        k, v = self.received[buffer].unbind(1)
-        return k, v
+        return apart(self.received[buffer], self.home)
 
     def _pick(self, buffer: int, rows: Rows) -> Tensor:
         if buffer > 0:
             return take(self.received[buffer], rows)
-        return torch.stack([take(x, rows) for x in self.home], dim=1)
+        return side_by_side(self.home, rows, self.home[0].dtype)

@@ -14,11 +14,11 @@ KV heads, it repeats KV heads for its kernel calls.
     UlyssesPlan over 2 ranks, 11 tokens in 2 documents: rank 0 holds 6
 """
 
-# T tokens at home, N tokens of the pack, H query heads, K key heads, D head dim, P ranks; h, m: a rank's share of H, K.
+# T tokens at home, N tokens of the pack, H query heads, K key heads, D head dim, V that of values, P ranks; h: a rank's share of H.
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -28,8 +28,9 @@ from torch.autograd.function import once_differentiable
 from ..packing.shards import Shards
 from .bands import NO_LIMIT
 from .groups import Group
-from .kernels.contract import Kernel, Rows, rows_of, sum_dtype, take
-from .plan import Int64
+from .kernels.contract import Kernel, Rows, Scores, rows_of, sum_dtype, take
+from .plan import Int64, check_window
+from .sinks import sink_gradients, with_sinks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,6 +47,8 @@ class UlyssesPlan:
     """int64[P+1], CSR: rank → positions."""
     positions: Int64
     """int64[N], the positions each rank holds, rank after rank, in the order it holds them."""
+    window: int | None = None
+    """How many keys a query sees, itself among them; None: all up to itself."""
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     """What the executor prepared from the plan: left behind when the plan is pickled."""
 
@@ -61,14 +64,27 @@ class UlyssesPlan:
         """How many tokens `rank` holds."""
         return int(self.home_offsets[rank + 1] - self.home_offsets[rank])
 
-    def bytes_sent(self, heads: int, kv_heads: int, dim: int, itemsize: int) -> Int64:
-        """What each rank sends to others in forward, q, k, v and out, in bytes, int64[P]. Backward sends as much in all."""
+    def windowed(self, window: int) -> UlyssesPlan:
+        """The same for a query's last `window` keys only; kept in the cache."""
+        check_window(window)
+        if window >= self.tokens:
+            return self
+        if ("window", window) not in self.cache:
+            self.cache["window", window] = replace(self, window=window)
+        return self.cache["window", window]
+
+    def bytes_sent(self, heads: int, kv_heads: int, dim: int, itemsize: int, value_dim: int | None = None) -> Int64:
+        """What each rank sends to others in forward, q, k, v and out, in bytes, int64[P]. Backward sends as much in all.
+
+        dim: of queries and keys. value_dim: of values, if it is another.
+        """
+        value_dim = dim if value_dim is None else value_dim
         shares = [_share(i, len(self.ranks), heads, kv_heads) for i in range(len(self.ranks))]
-        width = np.array([s.q1 - s.q0 + 2 * (s.k1 - s.k0) for s in shares])
         own = np.array([s.q1 - s.q0 for s in shares])
+        width = own * dim + np.array([s.k1 - s.k0 for s in shares]) * (dim + value_dim)
         local = np.diff(self.home_offsets)
-        values = local * (width.sum() - width) + own * (self.tokens - local)
-        return values * dim * itemsize
+        values = local * (width.sum() - width) + own * value_dim * (self.tokens - local)
+        return values * itemsize
 
     def describe(self) -> str:
         return (
@@ -105,9 +121,12 @@ class _Share:
     k0: int
     k1: int
 
-    @property
-    def width(self) -> int:
-        return self.q1 - self.q0 + 2 * (self.k1 - self.k0)
+    def heads(self, side: str) -> int:
+        return self.q1 - self.q0 if side == "q" else self.k1 - self.k0
+
+
+Kinds: TypeAlias = "tuple[tuple[str, int], ...]"
+"""What travels together: of each tensor whether its heads are those of queries ("q") or keys ("k"), and its head dim."""
 
 
 def _share(rank: int, ranks: int, heads: int, kv_heads: int) -> _Share:
@@ -150,12 +169,13 @@ def attend_ulysses(
     plan: UlyssesPlan,
     q_THD: Tensor,
     k_TKD: Tensor,
-    v_TKD: Tensor,
+    v_TKV: Tensor,
+    sinks_H: Tensor | None,
     group: Group | None,
-    scale: float,
+    scores: Scores,
     kernel: Kernel,
 ) -> Tensor:
-    """Run the plan → out [T, H, D], differentiable. `attend` checks what it passes and is what users call."""
+    """Run the plan → out [T, H, V], differentiable. `attend` checks what it passes and is what users call."""
     heads, kv_heads, P = q_THD.shape[1], k_TKD.shape[1], len(plan.ranks)
     if heads < P:
         raise ValueError(
@@ -165,7 +185,7 @@ def attend_ulysses(
     key = (kernel, q_THD.device, heads, kv_heads, group)
     if key not in plan.cache:
         plan.cache[key] = _prepare(plan, group, kernel, q_THD.device, heads, kv_heads)
-    return _Ulysses.apply(q_THD, k_TKD, v_TKD, plan.cache[key], scale)
+    return _Ulysses.apply(q_THD, k_TKD, v_TKV, sinks_H, plan.cache[key], scores)
 
 
 def _prepare(
@@ -180,7 +200,8 @@ def _prepare(
     share = shares[plan.rank]
     repeats = np.bincount(np.arange(share.q0, share.q1) // (heads // kv_heads) - share.k0)
     start, stop = plan.cu_seqlens[:-1], plan.cu_seqlens[1:]
-    tiles = np.stack([start, stop, start, stop, np.zeros_like(start), np.full_like(start, NO_LIMIT)], axis=1)
+    most = NO_LIMIT if plan.window is None else plan.window - 1
+    tiles = np.stack([start, stop, start, stop, np.zeros_like(start), np.full_like(start, most)], axis=1)
     return _Run(
         group=group,
         kernel=kernel,
@@ -194,80 +215,94 @@ def _prepare(
     )
 
 
-def _to_heads(run: _Run, parts: list[Tensor], kinds: str) -> Tensor:
-    """Own tokens of all heads → all tokens, in pack order, of own heads: [N, width, D]. kinds: "qkv" or "q"."""
-    T, D = len(parts[0]), parts[0].shape[-1]
+def _to_heads(run: _Run, parts: list[Tensor], kinds: Kinds) -> Tensor:
+    """Own tokens of all heads → all tokens, in pack order, of own heads: [N, values], see `_heads`."""
+    T = len(parts[0])
     widths = [_width(share, kinds) for share in run.shares]
-    sent = parts[0].new_empty(T * sum(widths) * D)
+    sent = parts[0].new_empty(T * sum(widths))
     at = 0
     for share, width in zip(run.shares, widths, strict=True):
-        block = sent[at : at + T * width * D].view(T, width, D)
-        sizes = _sizes(share, kinds)
-        for kind, x, piece in zip(kinds, parts, block.split(sizes, dim=1), strict=True):
-            piece.copy_(x[:, share.q0 : share.q1] if kind == "q" else x[:, share.k0 : share.k1])
-        at += T * width * D
+        block = sent[at : at + T * width].view(T, width)
+        for (side, _), x, piece in zip(kinds, parts, _heads(block, share, kinds), strict=True):
+            piece.copy_(x[:, share.q0 : share.q1] if side == "q" else x[:, share.k0 : share.k1])
+        at += T * width
     own = _width(run.share, kinds)
-    received = run.trade(sent, [T * w * D for w in widths], [t * own * D for t in run.tokens])
-    return take(received.view(-1, own, D), run.to_pack)
+    received = run.trade(sent, [T * w for w in widths], [t * own for t in run.tokens])
+    return take(received.view(-1, own), run.to_pack)
 
 
-def _to_tokens(run: _Run, x_NWD: Tensor, kinds: str) -> list[tuple[_Share, tuple[Tensor, ...]]]:
-    """The way back: for each rank's share of the heads, own tokens of it, kind by kind: [T, heads, D]."""
-    T, own, D = run.tokens[run.index], x_NWD.shape[1], x_NWD.shape[2]
-    sent = take(x_NWD, run.to_ranks).contiguous().view(-1)
+def _to_tokens(run: _Run, parts: list[Tensor], kinds: Kinds) -> list[tuple[_Share, list[Tensor]]]:
+    """The way back of [N, heads, dim] each: for each rank's share of the heads, own tokens of it: [T, heads, dim]."""
+    T = run.tokens[run.index]
+    own = _width(run.share, kinds)
+    whole = parts[0] if len(parts) == 1 else torch.cat([x.flatten(1) for x in parts], dim=1)
+    sent = take(whole, run.to_ranks).contiguous().view(-1)
     widths = [_width(share, kinds) for share in run.shares]
-    received = run.trade(sent, [t * own * D for t in run.tokens], [T * w * D for w in widths])
-    blocks = received.split([T * w * D for w in widths])
+    received = run.trade(sent, [t * own for t in run.tokens], [T * w for w in widths])
+    blocks = received.split([T * w for w in widths])
     return [
-        (share, block.view(T, width, D).split(_sizes(share, kinds), dim=1))
+        (share, _heads(block.view(T, width), share, kinds))
         for share, width, block in zip(run.shares, widths, blocks, strict=True)
     ]
 
 
-def _width(share: _Share, kinds: str) -> int:
-    return sum(_sizes(share, kinds))
+def _width(share: _Share, kinds: Kinds) -> int:
+    """Values of a token."""
+    return sum(share.heads(side) * dim for side, dim in kinds)
 
 
-def _sizes(share: _Share, kinds: str) -> list[int]:
-    return [share.q1 - share.q0 if kind == "q" else share.k1 - share.k0 for kind in kinds]
+def _heads(block: Tensor, share: _Share, kinds: Kinds) -> list[Tensor]:
+    """[tokens, values] as the tensors that travelled, [tokens, heads, dim] each: views."""
+    parts = block.split([share.heads(side) * dim for side, dim in kinds], dim=1)
+    return [x.unflatten(1, (share.heads(side), dim)) for x, (side, dim) in zip(parts, kinds, strict=True)]
 
 
 class _Ulysses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, run, scale):
-        qkv_NWD = _to_heads(run, [q, k, v], "qkv")
+    def forward(ctx, q, k, v, sinks, run, scores):
+        kinds = (("q", q.shape[2]), ("k", k.shape[2]), ("k", v.shape[2]))
+        qkv = _to_heads(run, [q, k, v], kinds)
         # Every position has itself as a key, so the rows that the kernel touches are all rows.
-        out_NhD, lse_hN = run.kernel.forward(run.handle, *_operands(run, qkv_NWD), scale)
-        out_NhD = out_NhD.to(q.dtype)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        for share, (piece,) in _to_tokens(run, out_NhD, "q"):
+        out_NhV, lse_hN = run.kernel.forward(run.handle, *_operands(run, qkv, kinds), scores)
+        sinks = None if sinks is None else sinks[run.share.q0 : run.share.q1]
+        if sinks is not None:
+            out_NhV, lse_Nh = with_sinks(out_NhV, lse_hN.transpose(0, 1), sinks)
+            lse_hN = lse_Nh.transpose(0, 1)
+        out_NhV = out_NhV.to(q.dtype)
+        out = q.new_empty((*q.shape[:2], v.shape[2]))
+        for share, (piece,) in _to_tokens(run, [out_NhV], (("q", v.shape[2]),)):
             out[:, share.q0 : share.q1] = piece
-        ctx.save_for_backward(qkv_NWD, out_NhD, lse_hN)
-        ctx.run, ctx.scale, ctx.kv_heads = run, scale, k.shape[1]
+        ctx.save_for_backward(qkv, sinks, out_NhV, lse_hN)
+        ctx.run, ctx.scores, ctx.kinds, ctx.kv_heads = run, scores, kinds, k.shape[1]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        run, (qkv, out, lse) = ctx.run, ctx.saved_tensors
-        dout_NhD = _to_heads(run, [dout], "q")
-        dq, dk, dv = run.kernel.backward(run.handle, dout_NhD, *_operands(run, qkv), out, lse, ctx.scale)
+        run, kinds, (qkv, sinks, out, lse) = ctx.run, ctx.kinds, ctx.saved_tensors
+        dout_NhV = _heads(_to_heads(run, [dout], (("q", dout.shape[2]),)), run.share, (("q", dout.shape[2]),))[0]
+        dq, dk, dv = run.kernel.backward(run.handle, dout_NhV, *_operands(run, qkv, kinds), out, lse, ctx.scores)
         if run.repeats is not None:
             dk, dv = (_summed(x, run.repeats) for x in (dk, dv))
-        parts = _to_tokens(run, torch.cat([x.to(qkv.dtype) for x in (dq, dk, dv)], dim=1), "qkv")
-        T, D, dtype = len(dout), dout.shape[-1], sum_dtype(qkv.dtype)
-        dq = dout.new_empty((T, dout.shape[1], D), dtype=qkv.dtype)
-        dk, dv = (dout.new_zeros((T, ctx.kv_heads, D), dtype=dtype) for _ in range(2))
+        parts = _to_tokens(run, [x.to(qkv.dtype) for x in (dq, dk, dv)], kinds)
+        (_, D), _, (_, V) = kinds
+        T, H, dtype = len(dout), dout.shape[1], sum_dtype(qkv.dtype)
+        dq = dout.new_empty((T, H, D), dtype=qkv.dtype)
+        dk, dv = (dout.new_zeros((T, ctx.kv_heads, dim), dtype=dtype) for dim in (D, V))
         for share, (q_part, k_part, v_part) in parts:
             dq[:, share.q0 : share.q1] = q_part
             dk[:, share.k0 : share.k1] += k_part
             dv[:, share.k0 : share.k1] += v_part
-        return dq, dk.to(qkv.dtype), dv.to(qkv.dtype), None, None
+        d_sinks = None
+        if sinks is not None:
+            d_sinks = sinks.new_zeros(H)
+            d_sinks[run.share.q0 : run.share.q1] = sink_gradients(sinks, dout_NhV, out, lse.transpose(0, 1))
+        return dq, dk.to(qkv.dtype), dv.to(qkv.dtype), d_sinks, None, None
 
 
-def _operands(run: _Run, qkv_NWD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _operands(run: _Run, qkv: Tensor, kinds: Kinds) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of own heads, KV heads repeated where the kernel's GQA would pair them wrongly."""
-    q, k, v = qkv_NWD.split(_sizes(run.share, "qkv"), dim=1)
+    q, k, v = _heads(qkv, run.share, kinds)
     if run.repeats is not None:
         k, v = (torch.cat([x[:, i : i + 1].expand(-1, n, -1) for i, n in enumerate(run.repeats)], 1) for x in (k, v))
     return q, k, v

@@ -7,6 +7,7 @@ only, `handle.q_rows` and `handle.k_rows`. Rules for all:
 - native GQA: H query heads over H_kv key heads, H a multiple of H_kv;
 - lse is the natural logarithm, fp32 (fp64 for fp64); every row of q_rows has a key, so it is finite there;
 - a row outside of q_rows has no key: its out is 0 and its lse -inf, which is what `merge_` starts from;
+- values may have another head dim than queries and keys;
 - what is summed or merged is summed in promote(fp32, dtype); what was computed in one piece may stay in dtype;
 - `backward` takes the *final* out and lse of a row, over all tiles of all stages, and yields this handle's share.
 
@@ -14,9 +15,10 @@ only, `handle.q_rows` and `handle.k_rows`. Rules for all:
     'equipoise.attention.kernels.cpu'
 """
 
-# T query rows, S key rows, H query heads, K key heads, D head dim, t and s the touched rows among T and S.
+# T query rows, S key rows, H query heads, K key heads, D head dim, V that of values, t and s the touched rows of T and S.
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -28,6 +30,26 @@ from ..bands import Int64
 
 Rows: TypeAlias = "slice | Tensor"
 """Rows of a buffer: a slice where they lie side by side, an int64 index tensor where not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How products of queries and keys become scores: scale · q·k, and if capped softcap · tanh(scale · q·k / softcap).
+
+    >>> Scores(scale=0.125, softcap=0.0)
+    Traceback (most recent call last):
+        ...
+    ValueError: softcap bounds the scores, so it must be positive; got 0.0. Leave it out for none.
+    """
+
+    scale: float
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(
+                f"softcap bounds the scores, so it must be positive; got {self.softcap}. Leave it out for none."
+            )
 
 
 class Handle(Protocol):
@@ -42,24 +64,30 @@ class Handle(Protocol):
 class Kernel(Protocol):
     """A backend. `tiles`: int64[m, 6] of addresses, disjoint, in any order; trimming them is the backend's business."""
 
+    def check(self, q_THD: Tensor, v_SKV: Tensor, scores: Scores) -> None:
+        """ValueError for what this backend cannot do: called before anything is sent."""
+        ...
+
     def prepare(self, tiles: Int64, num_q: int, num_k: int, device: torch.device) -> Any: ...
 
-    def forward(self, handle: Any, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """→ out [t, H, D], lse [H, t]."""
+    def forward(
+        self, handle: Any, q_THD: Tensor, k_SKD: Tensor, v_SKV: Tensor, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """→ out [t, H, V], lse [H, t]."""
         ...
 
     def backward(
         self,
         handle: Any,
-        dout_THD: Tensor,
+        dout_THV: Tensor,
         q_THD: Tensor,
         k_SKD: Tensor,
-        v_SKD: Tensor,
-        out_THD: Tensor,
+        v_SKV: Tensor,
+        out_THV: Tensor,
         lse_HT: Tensor,
-        scale: float,
+        scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """→ dq [t, H, D], dk [s, K, D], dv [s, K, D]."""
+        """→ dq [t, H, D], dk [s, K, D], dv [s, K, V]."""
         ...
 
 
@@ -84,6 +112,11 @@ def kernel_for(device: torch.device, name: str | None = None) -> Kernel:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """What results of this dtype are merged and summed in: at least fp32; fp64 stays fp64."""
     return torch.promote_types(torch.float32, dtype)
+
+
+def widened(dim: int, *parts: Tensor) -> list[Tensor]:
+    """Zeros behind the last dim up to `dim`, for kernels that know one head dim only: neither scores nor values change."""
+    return [x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1])) for x in parts]
 
 
 def rows_of(index: Int64, device: torch.device) -> Rows:

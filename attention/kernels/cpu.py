@@ -3,13 +3,14 @@
 The op's traps decide the shape of this file. It is causal from the top left, so bands are cut into full rectangles and
 causal squares (bands.squares), which is faster than a mask too; flipped squares are read backwards. It dies on empty
 tiles and gives lse 0 to rows without keys, so neither ever reaches it. It is silently wrong if the last dim is not
-contiguous. Its bf16 backward is slow below 256 rows, so small tiles go through fp32.
+contiguous. Its bf16 backward is slow below 256 rows, so small tiles go through fp32. It takes values of the queries'
+head dim only, so the smaller of the two is filled up with zeros, which costs as much as if both were the larger.
 
 Padding in a batch repeats a piece's last row. A padded query sees what that row sees, with dO = 0, so its P is finite
 and its gradients are 0; a padded key is seen by padded queries only (squares) or masked (rectangles).
 """
 
-# T query rows, S key rows, H query heads, K key heads, D head dim; B pieces in a call, padded to L queries and M keys.
+# T query rows, S key rows, H query heads, K key heads, D head dim, V that of values; B pieces in a call, padded to L, M rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..bands import FLIPPED, FULL, Int64, squares
-from .contract import Rows, add_, merge_, put_, rows_of, sum_dtype, take
+from .contract import Rows, Scores, add_, merge_, put_, rows_of, sum_dtype, take, widened
 from .grouping import batches, touched
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -91,6 +92,15 @@ class CpuHandle:
         return make((rows, *like.shape[1:]), dtype=dtype, device=like.device)
 
 
+def check(q_THD: Tensor, v_SKV: Tensor, scores: Scores) -> None:
+    """ValueError for capped scores."""
+    if scores.softcap is not None:
+        raise ValueError(
+            f"The cpu attention kernel does not cap scores; got softcap={scores.softcap}. "
+            'Pass kernel="reference" (exact and slow).'
+        )
+
+
 def prepare(tiles: Int64, num_q: int, num_k: int, device: torch.device) -> CpuHandle:
     """Cut tiles (int64[m, 6] of addresses) into pieces, group them into calls, make their index tensors."""
     pieces = squares(tiles)
@@ -122,9 +132,13 @@ def prepare(tiles: Int64, num_q: int, num_k: int, device: torch.device) -> CpuHa
     )
 
 
-def forward(handle: CpuHandle, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """→ out [t, H, D], lse [H, t] of handle.q_rows."""
-    dtype = q_THD.dtype
+def forward(handle: CpuHandle, q_THD: Tensor, k_SKD: Tensor, v_SKV: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    """→ out [t, H, V], lse [H, t] of handle.q_rows."""
+    if q_THD.shape[2] != v_SKV.shape[2]:
+        q_THD, k_SKD, v = widened(max(q_THD.shape[2], v_SKV.shape[2]), q_THD, k_SKD, v_SKV)
+        out, lse = forward(handle, q_THD, k_SKD, v, scores)
+        return out[..., : v_SKV.shape[2]].contiguous(), lse
+    dtype, scale = q_THD.dtype, scores.scale
     if not handle.whole:
         once = all(call.q.first for call in handle.calls)
         out = handle.new(q_THD, "q", dtype if once else sum_dtype(dtype))
@@ -132,7 +146,7 @@ def forward(handle: CpuHandle, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scal
     for call in handle.calls:
         mask = None if call.mask is None else call.mask.to(dtype)
         part, part_lse = _forward(
-            call.q.read(q_THD), call.k.read(k_SKD), call.k.read(v_SKD), 0.0, call.causal, attn_mask=mask, scale=scale
+            call.q.read(q_THD), call.k.read(k_SKD), call.k.read(v_SKV), 0.0, call.causal, attn_mask=mask, scale=scale
         )
         part, part_lse = part.transpose(1, 2).flatten(0, 1), part_lse.transpose(1, 2).flatten(0, 1)
         if handle.whole:
@@ -149,22 +163,27 @@ def forward(handle: CpuHandle, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scal
 
 def backward(
     handle: CpuHandle,
-    dout_THD: Tensor,
+    dout_THV: Tensor,
     q_THD: Tensor,
     k_SKD: Tensor,
-    v_SKD: Tensor,
-    out_THD: Tensor,
+    v_SKV: Tensor,
+    out_THV: Tensor,
     lse_HT: Tensor,
-    scale: float,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """→ dq [t, H, D] of handle.q_rows, dk and dv [s, K, D] of handle.k_rows."""
-    dtype = sum_dtype(q_THD.dtype)
+    """→ dq [t, H, D] of handle.q_rows, dk [s, K, D] and dv [s, K, V] of handle.k_rows."""
+    D, V = q_THD.shape[2], v_SKV.shape[2]
+    if D != V:
+        dout_THV, q, k, v, out = widened(max(D, V), dout_THV, q_THD, k_SKD, v_SKV, out_THV)
+        dq, dk, dv = backward(handle, dout_THV, q, k, v, out, lse_HT, scores)
+        return dq[..., :D], dk[..., :D], dv[..., :V]
+    dtype, scale = sum_dtype(q_THD.dtype), scores.scale
     if not handle.whole:
         dq = handle.new(q_THD, "q", dtype)
         dk, dv = handle.new(k_SKD, "k", dtype), handle.new(k_SKD, "k", dtype)
     for call in handle.calls:
-        operands = [call.q.read(dout_THD), call.q.read(q_THD), call.k.read(k_SKD), call.k.read(v_SKD)]
-        operands.append(call.q.read(out_THD))
+        operands = [call.q.read(dout_THV), call.q.read(q_THD), call.k.read(k_SKD), call.k.read(v_SKV)]
+        operands.append(call.q.read(out_THV))
         if max(call.q.length, call.k.length) < SLOW_BACKWARD:
             operands = [x.to(dtype) for x in operands]
         if call.q.pads is not None:

@@ -5,10 +5,12 @@ causal tile, and windows. All segments with the same window that share no row ar
 (or sliced where they lie side by side), and `cu_seqlens` says where each begins.
 
 flash-attn is used where it is installed, else `torch.nn.attention.varlen` (torch >= 2.11). Both align causal masks to
-the bottom right and give lse [H, T] in natural logarithm. Restrictions are theirs: fp16 or bf16, head dim up to 256.
+the bottom right and give lse [H, T] in natural logarithm. Restrictions are theirs: fp16 or bf16, head dim up to 256,
+capped scores with flash-attn only. Both take values of the queries' head dim only, so the smaller of the two is filled
+up with zeros (as Hugging Face does for MLA): for 192 and 128 that is a fifth more work.
 """
 
-# T query rows, S key rows, H query heads, K key heads, D head dim, t and s the touched rows.
+# T query rows, S key rows, H query heads, K key heads, D head dim, V that of values, t and s the touched rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..bands import Int64, segments
-from .contract import Rows, add_, covers, merge_, rows_of, sum_dtype, take
+from .contract import Rows, Scores, add_, covers, merge_, rows_of, sum_dtype, take, widened
 from .grouping import layers, touched
 
 
@@ -47,19 +49,26 @@ class Call:
 
 
 class Engine(Protocol):
-    """A varlen attention over packed rows; q, k, v, dout contiguous, lse [H, t]."""
+    """A varlen attention over packed rows; q, k, v, dout contiguous, of one head dim, lse [H, t]."""
 
-    def forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]: ...
+    @property
+    def caps(self) -> bool:
+        """Whether it caps scores."""
+        ...
+
+    def forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]: ...
 
     def backward(
-        self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+        self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class TorchVarlen:
     """`torch.nn.attention.varlen`. Its backward is called as an operator, since it needs the final out and lse."""
 
-    def forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    caps = False
+
+    def forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
         out, lse = varlen_attn(
@@ -68,25 +77,27 @@ class TorchVarlen:
             v,
             *call.lengths,
             return_aux=AuxRequest(lse=True),
-            scale=scale,
+            scale=scores.scale,
             window_size=call.window,
             enable_gqa=q.shape[1] != k.shape[1],
         )
         return out, lse
 
     def backward(
-        self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+        self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return torch.ops.torch_attn._varlen_attn_backward(
-            dout, q, k, v, out, lse, *call.lengths, call.window == (-1, 0), no_dropout, scale, list(call.window)
+            dout, q, k, v, out, lse, *call.lengths, call.window == (-1, 0), no_dropout, scores.scale, list(call.window)
         )
 
 
 class FlashAttention2:
     """flash-attn >= 2.7: deterministic backward, at the price of some memory."""
 
-    def forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    caps = True
+
+    def forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
         left, right = call.window
@@ -96,15 +107,16 @@ class FlashAttention2:
             v,
             *call.lengths,
             0.0,
-            scale,
+            scores.scale,
             causal=call.window == (-1, 0),
             window_size_left=left,
             window_size_right=right,
+            softcap=scores.softcap or 0.0,
         )
         return out, lse
 
     def backward(
-        self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+        self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
 
@@ -122,11 +134,11 @@ class FlashAttention2:
             dv,
             *call.lengths,
             0.0,
-            scale,
+            scores.scale,
             causal=call.window == (-1, 0),
             window_size_left=left,
             window_size_right=right,
-            softcap=0.0,
+            softcap=scores.softcap or 0.0,
             alibi_slopes=None,
             deterministic=True,
         )
@@ -144,6 +156,21 @@ class CudaHandle:
     whole: bool
     """Whether the one call's results are the handle's results as they are."""
     engine: Engine
+
+
+def check(q_THD: Tensor, v_SKV: Tensor, scores: Scores, engine: Engine | None = None) -> None:
+    """ValueError for a dtype, head dim or softcap that is beyond the varlen kernel."""
+    dim = max(q_THD.shape[2], v_SKV.shape[2])
+    if q_THD.dtype not in (torch.float16, torch.bfloat16) or dim > 256 or dim % 8:
+        raise ValueError(
+            f"Flash attention on CUDA takes fp16 or bf16 and a head dim of 8, 16, … 256; got {q_THD.dtype} and "
+            f'{dim}. Cast, pad, or pass kernel="reference" (exact and slow).'
+        )
+    if scores.softcap is not None and not (engine or _installed()).caps:
+        raise ValueError(
+            f"torch's varlen attention does not cap scores; got softcap={scores.softcap}. Install flash-attn >= 2.7, "
+            'or pass kernel="reference" (exact and slow).'
+        )
 
 
 def prepare(tiles: Int64, num_q: int, num_k: int, device: torch.device, engine: Engine | None = None) -> CudaHandle:
@@ -187,16 +214,19 @@ def prepare(tiles: Int64, num_q: int, num_k: int, device: torch.device, engine: 
     )
 
 
-def forward(handle: CudaHandle, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """→ out [t, H, D], lse [H, t] of handle.q_rows."""
-    _check(q_THD)
+def forward(handle: CudaHandle, q_THD: Tensor, k_SKD: Tensor, v_SKV: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    """→ out [t, H, V], lse [H, t] of handle.q_rows."""
+    if q_THD.shape[2] != v_SKV.shape[2]:
+        q_THD, k_SKD, v = widened(max(q_THD.shape[2], v_SKV.shape[2]), q_THD, k_SKD, v_SKV)
+        out, lse = forward(handle, q_THD, k_SKD, v, scores)
+        return out[..., : v_SKV.shape[2]].contiguous(), lse
     dtype = sum_dtype(q_THD.dtype)
     if not handle.whole:
         out = q_THD.new_zeros((handle.num_q, *q_THD.shape[1:]), dtype=dtype)
         lse_TH = q_THD.new_full((handle.num_q, q_THD.shape[1]), -torch.inf, dtype=dtype)
     for call in handle.calls:
-        q, k, v = _packed(call.q_source, q_THD), _packed(call.k_source, k_SKD), _packed(call.k_source, v_SKD)
-        part, part_lse_HT = handle.engine.forward(call, q, k, v, scale)
+        q, k, v = _packed(call.q_source, q_THD), _packed(call.k_source, k_SKD), _packed(call.k_source, v_SKV)
+        part, part_lse_HT = handle.engine.forward(call, q, k, v, scores)
         if handle.whole:
             return part, part_lse_HT
         merge_(out, lse_TH, call.q_target, part, part_lse_HT.transpose(0, 1))
@@ -205,24 +235,29 @@ def forward(handle: CudaHandle, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, sca
 
 def backward(
     handle: CudaHandle,
-    dout_THD: Tensor,
+    dout_THV: Tensor,
     q_THD: Tensor,
     k_SKD: Tensor,
-    v_SKD: Tensor,
-    out_THD: Tensor,
+    v_SKV: Tensor,
+    out_THV: Tensor,
     lse_HT: Tensor,
-    scale: float,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """→ dq [t, H, D] of handle.q_rows, dk and dv [s, K, D] of handle.k_rows."""
+    """→ dq [t, H, D] of handle.q_rows, dk [s, K, D] and dv [s, K, V] of handle.k_rows."""
+    D, V = q_THD.shape[2], v_SKV.shape[2]
+    if D != V:
+        dout_THV, q, k, v, out = widened(max(D, V), dout_THV, q_THD, k_SKD, v_SKV, out_THV)
+        dq, dk, dv = backward(handle, dout_THV, q, k, v, out, lse_HT, scores)
+        return dq[..., :D], dk[..., :D], dv[..., :V]
     dtype = sum_dtype(q_THD.dtype)
     if not handle.whole:
         dq = q_THD.new_zeros((handle.num_q, *q_THD.shape[1:]), dtype=dtype)
         dk, dv = (k_SKD.new_zeros((handle.num_k, *k_SKD.shape[1:]), dtype=dtype) for _ in range(2))
     for call in handle.calls:
-        dout, q, out = (_packed(call.q_source, x) for x in (dout_THD, q_THD, out_THD))
-        k, v = _packed(call.k_source, k_SKD), _packed(call.k_source, v_SKD)
+        dout, q, out = (_packed(call.q_source, x) for x in (dout_THV, q_THD, out_THV))
+        k, v = _packed(call.k_source, k_SKD), _packed(call.k_source, v_SKV)
         lse = take(lse_HT.transpose(0, 1), call.q_source).transpose(0, 1).contiguous()
-        grads = handle.engine.backward(call, dout, q, k, v, out, lse, scale)
+        grads = handle.engine.backward(call, dout, q, k, v, out, lse, scores)
         if handle.whole:
             return grads
         add_(dq, call.q_target, grads[0])
@@ -233,14 +268,6 @@ def backward(
 
 def _installed() -> Engine:
     return FlashAttention2() if find_spec("flash_attn") is not None else TorchVarlen()
-
-
-def _check(q: Tensor) -> None:
-    if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[2] > 256 or q.shape[2] % 8:
-        raise ValueError(
-            f"Flash attention on CUDA takes fp16 or bf16 and a head dim of 8, 16, … 256; got {q.dtype} and "
-            f'{q.shape[2]}. Cast, pad, or pass kernel="reference" (exact and slow).'
-        )
 
 
 def _packed(rows: Rows, x: Tensor) -> Tensor:

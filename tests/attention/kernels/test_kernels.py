@@ -14,7 +14,7 @@ import pytest
 import torch
 from equipoise.attention import bands
 from equipoise.attention.kernels import cpu, cuda, reference
-from equipoise.attention.kernels.contract import KERNELS, add_, kernel_for, merge_, rows_of, sum_dtype, take
+from equipoise.attention.kernels.contract import KERNELS, Scores, add_, kernel_for, merge_, rows_of, sum_dtype, take
 from equipoise.attention.kernels.grouping import LARGE, batches, layers
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,15 +34,17 @@ class DenseVarlen:
         pieces = [[*q[i : i + 2], *k[i : i + 2], *call.window] for i in range(len(q) - 1)]
         return torch.from_numpy(mask_of_segments(np.array(pieces), q[-1], k[-1]) > 0)
 
-    def forward(self, call, q, k, v, scale):
-        assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
-        return reference.dense(q, k, v, self.mask(call), scale)
+    caps = True
 
-    def backward(self, call, dout, q, k, v, out, lse, scale):
+    def forward(self, call, q, k, v, scores):
+        assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and q.shape[2] == v.shape[2]
+        return reference.dense(q, k, v, self.mask(call), scores.scale, scores.softcap)
+
+    def backward(self, call, dout, q, k, v, out, lse, scores):
         assert lse.is_contiguous() and dout.is_contiguous()
         mask = self.mask(call)
         whole = reference.ReferenceHandle(mask=mask, q_rows=slice(0, len(q)), k_rows=slice(0, len(k)))
-        return reference.backward(whole, dout, q, k, v, out, lse, scale)
+        return reference.backward(whole, dout, q, k, v, out, lse, scores)
 
 
 class CudaLayout:
@@ -51,47 +53,46 @@ class CudaLayout:
     def prepare(self, tiles, num_q, num_k, device):
         return cuda.prepare(tiles, num_q, num_k, device, DenseVarlen())
 
-    def forward(self, handle, q, k, v, scale):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuda, "_check", lambda q: None)
-            return cuda.forward(handle, q, k, v, scale)
-
+    forward = staticmethod(cuda.forward)
     backward = staticmethod(cuda.backward)
 
 
 BACKENDS = {"cpu": cpu, "reference": reference, "cuda layout": CudaLayout()}
 
 
-def tensors(num_q, num_k, heads, kv_heads, dtype=torch.float64, dim=5, seed=0):
+def tensors(num_q, num_k, heads, kv_heads, dtype=torch.float64, dim=5, seed=0, value_dim=None):
+    """q, k, v, dout."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(num_q, heads, dim), (num_k, kv_heads, dim), (num_k, kv_heads, dim), (num_q, heads, dim)]
+    value_dim = dim if value_dim is None else value_dim
+    shapes = [(num_q, heads, dim), (num_k, kv_heads, dim), (num_k, kv_heads, value_dim), (num_q, heads, value_dim)]
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
 
 
-def expected(mask, q, k, v, dout, scale):
+def expected(mask, q, k, v, dout, scale, softcap=None):
     """Dense out, lse, dq, dk, dv in fp64."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    out, lse = reference.dense(q, k, v, torch.from_numpy(mask), scale)
+    out, lse = reference.dense(q, k, v, torch.from_numpy(mask), scale, softcap)
     return [x.detach() for x in (out, lse, *torch.autograd.grad(out, (q, k, v), dout.double()))]
 
 
 def spread(rows, part, like):
-    whole = torch.zeros(like.shape, dtype=part.dtype)
+    whole = torch.zeros(like.shape, dtype=part.dtype, device=part.device)
     add_(whole, rows, part)
     return whole
 
 
-def run(kernel, tiles, q, k, v, dout, scale, final=None):
+def run(kernel, tiles, q, k, v, dout, scale, final=None, softcap=None, device=CPU):
     """out, lse, dq, dk, dv over all rows."""
-    handle = kernel.prepare(tiles, len(q), len(k), CPU)
-    part, part_lse = kernel.forward(handle, q, k, v, scale)
-    out = torch.zeros(q.shape, dtype=sum_dtype(q.dtype))
-    lse_TH = torch.full(q.shape[:2], -torch.inf, dtype=out.dtype)
+    scores = Scores(scale=scale, softcap=softcap)
+    handle = kernel.prepare(tiles, len(q), len(k), device)
+    part, part_lse = kernel.forward(handle, q, k, v, scores)
+    out = torch.zeros(dout.shape, dtype=sum_dtype(q.dtype), device=device)
+    lse_TH = torch.full(q.shape[:2], -torch.inf, dtype=out.dtype, device=device)
     merge_(out, lse_TH, handle.q_rows, part, part_lse.transpose(0, 1))
     lse = lse_TH.transpose(0, 1)
     assert part_lse.dtype == out.dtype and part_lse.isfinite().all()
     final_out, final_lse = final or (out.to(q.dtype), lse)
-    dq, dk, dv = kernel.backward(handle, dout, q, k, v, final_out, final_lse, scale)
+    dq, dk, dv = kernel.backward(handle, dout, q, k, v, final_out, final_lse, scores)
     return out, lse, spread(handle.q_rows, dq, q), spread(handle.k_rows, dk, k), spread(handle.k_rows, dv, v)
 
 
@@ -133,7 +134,7 @@ def test_no_tiles_give_no_rows(kernel, num_q, num_k):
 def test_lse_is_a_natural_logarithm(kernel):
     q, k, v, _ = tensors(1, 3, 1, 1)
     handle = kernel.prepare(np.array([[0, 1, 0, 3, -bands.NO_LIMIT, bands.NO_LIMIT]]), 1, 3, CPU)
-    _, lse = kernel.forward(handle, q, k, v, 0.5)
+    _, lse = kernel.forward(handle, q, k, v, Scores(scale=0.5))
     assert torch.allclose(lse[0, 0].exp(), (0.5 * (k[:, 0] @ q[0, 0])).exp().sum(), rtol=1e-14)
 
 
@@ -272,9 +273,12 @@ def test_a_backend_is_chosen_by_device_or_by_name():
 
 
 def test_cuda_says_what_it_cannot_do():
-    handle = cuda.prepare(np.array([[0, 4, 0, 4, 0, bands.NO_LIMIT]]), 4, 4, CPU, DenseVarlen())
+    q, _, v, _ = tensors(4, 4, 1, 1)
     with pytest.raises(ValueError, match=r"fp16 or bf16.*torch.float64 and 5"):
-        cuda.forward(handle, *tensors(4, 4, 1, 1)[:3], 1.0)
+        cuda.check(q, v, Scores(scale=1.0))
+    q, _, v, _ = tensors(4, 4, 1, 1, torch.bfloat16, dim=192, value_dim=264)
+    with pytest.raises(ValueError, match="head dim of 8, 16, … 256; got torch.bfloat16 and 264"):
+        cuda.check(q, v, Scores(scale=1.0))
 
 
 def flash_forward(
@@ -300,7 +304,7 @@ def flash_forward(
     """aten::_flash_attention_forward, dense."""
     assert dropout == 0.0 and causal == ((window_size_left, window_size_right) == (-1, 0))
     call = SimpleNamespace(cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, window=(window_size_left, window_size_right))
-    out, lse = DenseVarlen().forward(call, q, k, v, scale)
+    out, lse = DenseVarlen().forward(call, q, k, v, Scores(scale=scale))
     nothing = torch.zeros(2, dtype=torch.uint64)
     return out.to(q.dtype), lse, nothing, nothing, out.new_empty(0)
 
@@ -327,7 +331,7 @@ def flash_backward(
 ):
     """aten::_flash_attention_backward, dense."""
     call = SimpleNamespace(cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, window=(window_size_left, window_size_right))
-    return tuple(x.to(q.dtype) for x in DenseVarlen().backward(call, dout, q, k, v, out, lse, scale))
+    return tuple(x.to(q.dtype) for x in DenseVarlen().backward(call, dout, q, k, v, out, lse, Scores(scale=scale)))
 
 
 @pytest.mark.parametrize("hi", [bands.NO_LIMIT, 5])
@@ -341,8 +345,8 @@ def test_torch_varlen_is_called_as_it_is_declared(hi):
         q, k, v, dout = tensors(20, 18, 4, 2, torch.bfloat16, dim=8)
         out, lse, *grads = expected(mask_of(tiles, 20, 18) > 0, q, k, v, dout, 0.3)
         handle = cuda.prepare(tiles, 20, 18, CPU, cuda.TorchVarlen())
-        got_out, got_lse = cuda.forward(handle, q, k, v, 0.3)
-        got = cuda.backward(handle, dout, q, k, v, out.bfloat16(), lse.float(), 0.3)
+        got_out, got_lse = cuda.forward(handle, q, k, v, Scores(scale=0.3))
+        got = cuda.backward(handle, dout, q, k, v, out.bfloat16(), lse.float(), Scores(scale=0.3))
     finally:
         library._destroy()
     assert (got_lse - take(lse.transpose(0, 1), handle.q_rows).transpose(0, 1)).abs().max() <= 1e-5
@@ -362,8 +366,8 @@ def test_cuda_varlen_is_as_good_as_bf16(heads):
     out, lse, *grads = expected(mask_of(tiles, cu[-1], cu[-1]) > 0, q, k, v, dout, 0.125)
     handle = cuda.prepare(tiles, cu[-1], cu[-1], device)
     on = [x.to(device) for x in (q, k, v, dout)]
-    got_out, got_lse = cuda.forward(handle, *on[:3], 0.125)
-    got = cuda.backward(handle, on[3], *on[:3], got_out, got_lse, 0.125)
+    got_out, got_lse = cuda.forward(handle, *on[:3], Scores(scale=0.125))
+    got = cuda.backward(handle, on[3], *on[:3], got_out, got_lse, Scores(scale=0.125))
     assert (got_lse.cpu() - lse).abs().max() <= 1e-3
     for a, b in zip((got_out, *got), (out, *grads), strict=True):
         assert (a.cpu().double() - b).abs().max() <= 2e-2 * b.abs().max()
