@@ -24,7 +24,7 @@ from .layout import IGNORE, LAID_OUT, lay_out, masked
 FIELDS = {
     "input_ids": "int64[t] token ids this rank holds",
     "labels": "int64[t] the next token of the same document, -100 where there is none or it is masked",
-    "label_offsets": "how many tokens ahead the rows of ``shifted_labels`` look; both only with ``ThdCollator(label_offsets=…)``",
+    "label_offsets": "how many tokens ahead the rows of ``shifted_labels`` look; both only with ``label_offsets=`` of the loader",
     "shifted_labels": "int64[k, t] as ``labels``, so many tokens ahead",
     "position_ids": "int64[t] position within the document",
     "doc_ids": "int32[t] which document of the pack, 0 …",
@@ -174,12 +174,13 @@ class ThdBatch(Mapping[str, Any]):
             return 0.0
         return (1 if reduction == "sum" else world or self.num_ranks) / self.num_targets_step
 
-    def to_hf(self, reduction: str = "mean", world: int | None = None) -> dict[str, Any]:
+    def to_hf(self, reduction: str = "mean", world: int | None = None, *, seq_idx: bool = False) -> dict[str, Any]:
         """Keyword arguments for an unmodified HF causal LM: ``model(**batch.to_hf()).loss`` is ready for backward.
 
         Labels are handed over as ``shift_labels`` too, so that nothing shifts them again, and ``num_items_in_batch`` makes
         HF divide the sum of token losses by what ``loss_scale`` asks for. The attention plan, if any, reaches the
         attention registered by ``register_attention``; without one the flash-attention names of the boundaries are given.
+        ``seq_idx``: which document of the pack each token is of too, int32[1, t]: what recurrent layers (Mamba) go by.
         """
         scale = self.loss_scale(reduction, world)
         labels = self.labels[None]
@@ -190,6 +191,7 @@ class ThdBatch(Mapping[str, Any]):
             "shift_labels": labels,
             "num_items_in_batch": 1 / scale if scale else float("inf"),
             "use_cache": False,
+            **({"seq_idx": self.doc_ids[None]} if seq_idx else {}),
         }
         if self.plan is not None:
             return {**arguments, "plan": self.plan}

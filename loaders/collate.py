@@ -54,9 +54,12 @@ class ThdCollator:
     ) -> None:
         self.recipe = recipe
         self.restart_positions = restart_positions
-        self.label_offsets = tuple(label_offsets)
-        if any(int(offset) != offset or offset < 1 for offset in label_offsets):
+        whole = isinstance(label_offsets, Sequence) and all(
+            isinstance(each, int | np.integer) for each in label_offsets
+        )
+        if not whole or any(offset < 1 for offset in label_offsets):
             raise ValueError(f"label_offsets are whole numbers of at least 1, tokens ahead; got {label_offsets!r}")
+        self.label_offsets = tuple(map(int, label_offsets))
         self.shapes = shapes or Shapes()
         self.shapes.check_rule(recipe.shard)
 

@@ -28,6 +28,7 @@ Rows = dict[str, list[Any]]
 
 
 ON_ERROR = ("raise", "skip")
+_JUDGED = 7  # documents by which it is judged what columns a document has
 SKIPPED = "__skipped__"  # beside the columns of rows: why a document is not among them
 
 
@@ -107,19 +108,33 @@ class PlannedDataset(Dataset):
         names = getattr(self.dataset, "column_names", None)
         return "labels" in (self._kinds[1] if names is None else names)
 
+    @property
+    def columns(self) -> list[str]:
+        """The columns that a document has: what a source or a table says, or what most of the first documents have."""
+        if isinstance(self.dataset, Source):
+            return list(self.dataset.column_names)
+        return list(self._kinds[1] if self._arrow is None else self._arrow.columns)
+
     @cached_property
     def _kinds(self) -> tuple[int, dict[str, str]]:
-        """The first document that can be read, and of each of its columns whether that is an array or one value."""
+        """The columns that most of the first few documents have, of each whether it is an array or one value; and the first
+        document that has them. Documents that are left out do not count."""
+        seen: dict[frozenset[tuple[str, str]], tuple[list[int], dict[str, str]]] = {}
         for document in range(len(self)):
             try:
                 (row,) = self._presented([document])
             except Exception:
-                if self.on_error == "raise":
+                if self.on_error == "raise" and not seen:
                     raise
-                continue
-            if self.on_error == "raise" or not fault(row):
-                return document, _kinds_of(row)
-        return -1, {}
+            else:
+                if self.on_error == "raise" or not fault(row):
+                    kinds = _kinds_of(row)
+                    seen.setdefault(frozenset(kinds.items()), ([], kinds))[0].append(document)
+            most = max((len(documents) for documents, _ in seen.values()), default=0)
+            if most > _JUDGED // 2 or (most and document >= _JUDGED - 1):
+                break
+        documents, kinds = max(seen.values(), key=lambda each: len(each[0]), default=([-1], {}))
+        return documents[0], kinds
 
     def __getstate__(self) -> dict:
         # Arrow readers are rebuilt in the worker.

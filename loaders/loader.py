@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -79,6 +79,7 @@ class BalancedLoader:
             torch.distributed runs.
         slots, sync, seed, shuffle, order, last, too_long, evaluation, cost, speeds, pad_tp: see ``BalancedBatchSampler``.
         restart_positions: pieces of a split document count positions from 0.
+        label_offsets: for multi-token prediction, how far ahead labels are wanted beside the next token's, see ``ThdCollator``.
         refit: at each epoch's beginning the cost model's coefficients are fitted to what ``observe`` was told, over all
             ranks; they are part of the digest and the state.
     """
@@ -124,6 +125,7 @@ class BalancedLoader:
         speeds: tuple[float, ...] | None = None,
         pad_tp: int = 0,
         restart_positions: bool = False,
+        label_offsets: Sequence[int] = (),
         refit: bool = False,
     ) -> None:
         place = coordinates(mesh, dp, cp, rank)
@@ -193,7 +195,9 @@ class BalancedLoader:
             steps=plan_ahead, processes=processes, share=_share(place) if share_planning else None, timeout=timeout
         )
         self.sampler.planner = self.shapes.checked(self._planning)
-        self._collator = ThdCollator(recipe, restart_positions=restart_positions, shapes=self.shapes)
+        self._collator = ThdCollator(
+            recipe, restart_positions=restart_positions, shapes=self.shapes, label_offsets=label_offsets
+        )
         self._fetch: Fetch | None = None
         if isinstance(self.dataset, PlannedDataset):
             self._fetch = Fetch(

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..packing.blend import Blend
 from ..packing.lengths import Lengths
-from .dataset import PlannedDataset, Rows, Source
+from .dataset import PlannedDataset, Rows
 
 
 class Mixture:
@@ -55,7 +55,7 @@ class Mixture:
             raise ValueError(f"every source of a mixture needs a document to draw; source {sizes.index(0)} has none")
         self.blend = Blend(sizes=sizes, weights=tuple(sizes if weights is None else weights), exhausted=exhausted)
         self._selected = columns is not None
-        self.column_names = _agreed([_columns(part) for part in self._parts], columns)
+        self.column_names = _agreed([part.columns for part in self._parts], columns)
 
     def __len__(self) -> int:
         return sum(self.blend.sizes)
@@ -116,11 +116,6 @@ class Mixture:
         return f"Mixture of {self.blend.describe()}; columns {', '.join(self.column_names)}"
 
     __repr__ = describe
-
-
-def _columns(part: PlannedDataset) -> list[str]:
-    """What a source says its columns are; those of its first document where it does not."""
-    return list(part.dataset.column_names if isinstance(part.dataset, Source) else part.rows([0]))
 
 
 def _agreed(columns: list[list[str]], selected: Sequence[str] | None) -> list[str]:

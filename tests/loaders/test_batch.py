@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from equipoise import BalancedLoader, ThdBatch, recipe
+from transformers import DataCollatorWithFlattening
 
 
 def batches(**options) -> list[ThdBatch]:
@@ -70,6 +72,17 @@ def test_hf_arguments_have_a_batch_dimension_and_labels_that_nothing_shifts_agai
     assert "attention_mask" not in arguments and "plan" not in arguments
     assert arguments["cu_seq_lens_q"] is batch.cu_seqlens and arguments["max_length_q"] == batch.max_seqlen
     assert batch.replace(plan="a plan").to_hf()["plan"] == "a plan"
+
+
+def test_recurrent_layers_are_told_which_document_a_token_is_of() -> None:
+    """As HF's own collator tells them of the same documents."""
+    batch = batches()[0]
+    assert "seq_idx" not in batch.to_hf()
+    told, ends = batch.to_hf(seq_idx=True)["seq_idx"], batch.cu_seqlens.tolist()
+    documents = [batch.input_ids[begin:end].tolist() for begin, end in pairwise(ends)]
+    theirs = DataCollatorWithFlattening(return_seq_idx=True)([{"input_ids": ids} for ids in documents])
+    assert len(documents) > 1 and told.dtype == theirs["seq_idx"].dtype == torch.int32
+    assert torch.equal(told, theirs["seq_idx"]) and torch.equal(batch.input_ids[None], theirs["input_ids"])
 
 
 def test_megatron_arguments_mask_what_has_no_target() -> None:

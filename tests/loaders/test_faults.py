@@ -189,6 +189,18 @@ def check_tokens(batch) -> None:
     assert batch.num_targets == (labels != -100).sum()
 
 
+@pytest.mark.parametrize("fault", [{"more": 1}, partial(lost, "weights"), {"weights": 0.5}])
+def test_a_first_document_with_columns_of_its_own_is_skipped_and_no_other(fault: object) -> None:
+    """What columns there are is what most documents say, not the first one."""
+    lengths = Lengths.from_array(TOKENS)
+    data = Faulty(fault if callable(fault) else {**row(0), **fault}, bad=0)  # type: ignore[dict-item]
+    loader = make(data, lengths=lengths, on_error="skip")
+    read = {document for batch in loader for document in batch.documents.tolist()}
+    assert list(loader.skipped) == [0] and read - {-1} == set(range(1, len(TOKENS)))
+    with pytest.raises(ValueError, match=r"document 0\b"):
+        list(make(data, lengths=lengths))
+
+
 class Many(Faulty):
     """Asked for several documents at once."""
 

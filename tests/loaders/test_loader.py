@@ -6,8 +6,9 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
-from equipoise import BalancedBatchSampler, BalancedLoader, Lengths, PlannedDataset, ThdCollator, recipe
+from equipoise import BalancedBatchSampler, BalancedLoader, Lengths, PlannedDataset, Stream, ThdCollator, recipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -237,3 +238,23 @@ def test_where_a_process_stands_must_be_said_once() -> None:
         make(dp=2, cp=2)
     with pytest.raises(ValueError, match="ahead and check_every must be at least 1"):
         make(ahead=0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_labels_further_ahead_cross_no_document(stream: bool) -> None:
+    """Token ids tell their document: 100 times its number and the position in it."""
+    lengths = (1, 2, 3, 7, 5, 9, 4)
+    rows = [100 * document + np.arange(tokens) for document, tokens in enumerate(lengths)]
+    loader = make(Stream.of([rows]) if stream else rows, label_offsets=(2, 3), num_workers=1)
+    seen = 0
+    for batch in loader:
+        assert batch.label_offsets == (2, 3) and batch.shifted_labels.shape == (2, batch.input_ids.numel())
+        ids, labels = batch.input_ids, batch.shifted_labels
+        ends = torch.tensor(lengths)[ids // 100]
+        for offset, row in zip((2, 3), labels, strict=True):
+            assert torch.equal(row, torch.where(ids % 100 + offset < ends, ids + offset, -100))
+        seen += ids.numel()
+    assert seen == sum(lengths)
+    for wrong in ((0,), (1.5,), 2, "2", (-1,)):
+        with pytest.raises(ValueError, match="label_offsets are whole numbers of at least 1, tokens ahead"):
+            make(rows, label_offsets=wrong)

@@ -153,3 +153,12 @@ def test_a_sampler_draws_documents_by_weight(exhausted: str) -> None:
     first = [seen[document] for document in range(12)]
     assert [seen[document] for document in range(12, 16)] == [times[100]] * 4
     assert sorted(first) == ([0] * 8 + [1] * 4 if exhausted == "first_exhausted" else [1] * 12)
+
+
+def test_a_first_document_with_columns_of_its_own_speaks_for_no_source() -> None:
+    odd = [{"input_ids": [0], "note": 1}, *({"input_ids": [n, n]} for n in range(1, 6))]
+    mixture = Mixture([odd, [[9, 9]] * 6])
+    assert mixture.column_names == ["input_ids"]
+    rows = PlannedDataset(mixture, on_error="skip").readable([5, 0, 7])
+    assert list(rows["__skipped__"]) == [0] and rows["input_ids"][1] is None
+    assert [rows["input_ids"][at].tolist() for at in (0, 2)] == [[5, 5], [9, 9]]
