@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from ..packing.mask_tiles import NO_LIMIT as NO_LIMIT
+
 Int64 = npt.NDArray[np.int64]
 
-NO_LIMIT = 1 << 40
-"""Larger than any position: -NO_LIMIT <= q - k <= NO_LIMIT holds for every pair."""
 FULL, CAUSAL, FLIPPED = 0, 1, 2
 """Kinds of pieces: every pair; pairs with k - k0 <= q - q0; pairs with k - k0 >= q - q0."""
 

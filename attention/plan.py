@@ -30,7 +30,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..packing.mask_kinds import causal, sliding_window
+from ..packing.masks import Mask
 from . import bands, proof
+from .pair_proof import pairs_once
 from .windows import cut_routes, cut_tiles
 
 Int64 = npt.NDArray[np.int64]
@@ -139,25 +142,33 @@ class AttentionPlan:
             moves, returns = cut_routes(tiles, moves, returns, len(self.ranks), self.tokens)
         return replace(self, tiles=tiles, moves=moves, returns=returns)
 
-    def check(self, cu_seqlens: npt.ArrayLike, window: int | None = None) -> None:
-        """Prove the plan for causal attention within each document of `cu_seqlens`, or raise ValueError saying where it fails.
+    def check(self, mask: npt.ArrayLike | Mask, window: int | None = None) -> None:
+        """Prove the plan for a mask, or raise ValueError naming the pairs and rows where it fails.
 
-        cu_seqlens: int[k+1], document boundaries from 0 to `tokens`. window: how many keys a query sees, itself among them;
-        None: all up to itself. With `rank` given, the queries of that rank are checked, the tiles of the others being
-        elsewhere. Takes time and memory of ranks x tokens: for tests.
+        mask: of the pack's documents; or their boundaries alone, int[k+1] from 0 to `tokens`: causal within each. window: how
+        many keys a query sees, itself among them; None: all that the mask gives it. With `rank` given, the queries of that rank
+        are checked, the tiles of the others being elsewhere. Takes time and memory of ranks x tokens: for tests.
         """
-        cu = np.asarray(cu_seqlens, dtype=np.int64)
-        if cu.ndim != 1 or len(cu) == 0 or cu[0] != 0 or cu[-1] != self.tokens or np.any(np.diff(cu) < 0):
-            raise ValueError(f"cu_seqlens must rise from 0 to the plan's {self.tokens} tokens; got {cu}.")
+        wanted = mask if isinstance(mask, Mask) else self._causal(mask)
+        if int(wanted.tokens.sum()) != self.tokens:
+            raise ValueError(f"The mask is of {int(wanted.tokens.sum())} tokens, the plan of {self.tokens}.")
+        if window is not None:
+            wanted = wanted & sliding_window(wanted.tokens, window)
         owner = proof.owners(self.home_offsets, self.home, self.tokens)
         arrival = proof.arrivals(owner, self.moves, len(self.ranks), None if self.known is None else self.rank)
         computing = range(len(self.ranks)) if self.rank is None else [self.rank]
         proof.tiles_are_fed(self.tiles, owner, arrival, computing)
-        proof.pairs_once(self.tiles, owner, cu, computing, window)
+        pairs_once(self.tiles, owner, wanted.tiles_of_pack(), computing)
         proof.gradients_return(self.tiles, self.returns, owner, arrival, computing)
         if self.known is not None and self.rank is not None:
             listed = self._listed_traffic()
             proof.traffic_is_known(self.rank, listed.by_stage, listed.by_rank, self.known.by_stage, self.known.by_rank)
+
+    def _causal(self, cu_seqlens: npt.ArrayLike) -> Mask:
+        cu = np.asarray(cu_seqlens, dtype=np.int64)
+        if cu.ndim != 1 or len(cu) == 0 or cu[0] != 0 or cu[-1] != self.tokens or np.any(np.diff(cu) < 0):
+            raise ValueError(f"cu_seqlens must rise from 0 to the plan's {self.tokens} tokens; got {cu}.")
+        return causal(np.diff(cu))
 
     def loads(self, bytes_per_row: int = 1) -> Loads:
         """What every rank computes, sends and receives. bytes_per_row: those of one token's K and V, h_kv · (D + V) · itemsize.

@@ -1,4 +1,4 @@
-"""What `AttentionPlan.check` proves, one function a promise. No torch.
+"""What `AttentionPlan.check` proves of rows, one function a promise; of pairs, pair_proof.py does. No torch.
 
 All of it is done row by row, in numba, with one entry per rank and position: the point is to be obviously right, not to
 be small. A failure is a ValueError that names rank, stage and position.
@@ -11,8 +11,6 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 from numba import njit
-
-from .bands import trimmed
 
 Int64 = npt.NDArray[np.int64]
 
@@ -70,20 +68,6 @@ def tiles_are_fed(tiles: Int64, owner: Int64, arrival: Int64, computing: Iterabl
         rank, stage, q0, q1, k0, k1 = tiles[bad, :6]
         what = f"query {position} is not at home there" if is_query else f"key {position} has not arrived"
         raise ValueError(f"Stage {stage}, rank {rank}, tile [{q0}, {q1}) x [{k0}, {k1}): {what}.")
-
-
-def pairs_once(
-    tiles: Int64, owner: Int64, cu_seqlens: Int64, computing: Iterable[int], window: int | None = None
-) -> None:
-    """Each query of the computing ranks meets each key of its document up to itself, or the last `window`, once, and no other."""
-    first = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
-    if window is not None:
-        first = np.maximum(first, np.arange(len(first)) - window + 1)
-    wanted = np.isin(owner, np.fromiter(computing, np.int64))
-    query, key, times = _rows_once(np.ascontiguousarray(tiles), first, wanted)
-    if query >= 0:
-        what = "computed more than once" if times > 1 else "never computed" if times == 0 else "outside of the mask"
-        raise ValueError(f"Pair (query {query}, key {key}) on rank {owner[query]} is {what}.")
 
 
 def gradients_return(tiles: Int64, returns: Int64, owner: Int64, arrival: Int64, computing: Iterable[int]) -> None:
@@ -156,48 +140,6 @@ def _fed(tiles, owner, arrival):
             if arrival[rank, row] > stage:
                 return i, row, False
     return -1, -1, False
-
-
-@njit(nogil=True, cache=True)
-def _rows_once(tiles, first, wanted):
-    """The first pair that is not computed as the mask says, and how often it is; -1 if there is none.
-
-    For each query the tiles give intervals of keys: sorted, they must follow each other from the first one that
-    the query sees to the query itself.
-    """
-    tokens = len(first)
-    offsets = np.zeros(tokens + 1, np.int64)
-    for i in range(len(tiles)):
-        t = tiles[i]
-        q0, q1, _, _, _, _ = trimmed(t[2], t[3], t[4], t[5], t[6], t[7])
-        for q in range(q0, q1):
-            offsets[q + 1] += 1
-    for q in range(tokens):
-        offsets[q + 1] += offsets[q]
-    start, stop = np.empty(offsets[-1], np.int64), np.empty(offsets[-1], np.int64)
-    place = offsets[:-1].copy()
-    for i in range(len(tiles)):
-        t = tiles[i]
-        q0, q1, k0, k1, lo, hi = trimmed(t[2], t[3], t[4], t[5], t[6], t[7])
-        for q in range(q0, q1):
-            start[place[q]] = max(k0, q - hi)
-            stop[place[q]] = min(k1, q - lo + 1)
-            place[q] += 1
-    for q in range(tokens):
-        at = first[q]
-        order = np.argsort(start[offsets[q] : offsets[q + 1]])
-        for i in order:
-            a, b = start[offsets[q] + i], stop[offsets[q] + i]
-            if a > at:
-                return q, at, 0
-            if a < at:
-                return q, a, 2 if a >= first[q] else -1
-            at = b
-        if at > q + 1:
-            return q, q + 1, -1
-        if at < q + 1 and wanted[q]:
-            return q, at, 0
-    return -1, -1, 0
 
 
 @njit(nogil=True, cache=True)
