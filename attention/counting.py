@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .bands import Int64, pairs
 from .groups import Group, Work
-from .kernels.contract import Kernel, Rows
+from .kernels.contract import Kernel, Rows, Scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +124,9 @@ class CountedHandle:
 class CountedKernel:
     counted: Kernel
     counter: Counter
+
+    def check(self, q_THD: Tensor, v_SKV: Tensor, scores: Scores) -> None:
+        self.counted.check(q_THD, v_SKV, scores)
 
     def prepare(self, tiles: Int64, num_q: int, num_k: int, device: torch.device) -> CountedHandle:
         handle = self.counted.prepare(tiles, num_q, num_k, device)

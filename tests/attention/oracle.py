@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +42,12 @@ class Case:
     kind: str = "ring"
     """One of PLANNERS."""
     keep: bool = True
+    value_dim: int | None = None
+    """Head dim of values; None: dim."""
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    kernel: str | None = None
 
     @property
     def cu_seqlens(self) -> np.ndarray:
@@ -55,22 +62,42 @@ class Case:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and dout of the whole pack, the same in every process."""
         generator = torch.Generator().manual_seed(self.seed)
-        T = sum(self.lengths)
-        shapes = [(T, heads, self.dim) for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)]
+        T, V = sum(self.lengths), self.value_dim or self.dim
+        shapes = [(T, self.heads, self.dim), (T, self.kv_heads, self.dim), (T, self.kv_heads, V), (T, self.heads, V)]
         q, k, v, dout = (torch.randn(s, generator=generator, dtype=torch.float64).to(self.dtype) for s in shapes)
         return q, k, v, dout
 
+    def sinks_H(self) -> Tensor | None:
+        """A sink for each head, some of them strong, if the case has any."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        return torch.randn(self.heads, generator=generator, dtype=torch.float64) * 3 if self.sinks else None
+
+    def options(self) -> dict[str, Any]:
+        """For `attend`, but for the sinks."""
+        return {"keep": self.keep, "window": self.window, "softcap": self.softcap, "kernel": self.kernel}
+
+
+def seen(tokens: int, window: int | None) -> Tensor:
+    """bool[tokens, tokens]: which keys each query of a document sees."""
+    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    return mask if window is None else mask.triu(1 - window)
+
 
 def one_process(case: Case, compute: torch.dtype | None = None) -> list[Tensor]:
-    """out, dq, dk, dv of the pack, document by document, computed in `compute` (by default fp64)."""
+    """out, dq, dk, dv, and those of the sinks if there are any, of the pack, document by document, in `compute` (or fp64)."""
     q, k, v, dout = (x.to(compute or torch.float64) for x in case.inputs())
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    sinks = case.sinks_H()
+    inputs = [x.requires_grad_() for x in (q, k, v) + (() if sinks is None else (sinks,))]
     outs = []
     for start, stop in zip(case.cu_seqlens[:-1], case.cu_seqlens[1:], strict=True):
-        mask = torch.ones(int(stop - start), int(stop - start), dtype=torch.bool).tril()
-        outs.append(dense(q[start:stop], k[start:stop], v[start:stop], mask, case.dim**-0.5)[0])
+        mask = seen(int(stop - start), case.window)
+        out, lse = dense(q[start:stop], k[start:stop], v[start:stop], mask, case.dim**-0.5, case.softcap)
+        if sinks is not None:
+            # The sink's share of the softmax is 1 / (1 + exp(lse - sink)), and it has no value.
+            out = out * torch.sigmoid(lse.T - sinks)[..., None]
+        outs.append(out)
     out = torch.cat(outs)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.to(out.dtype))]
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype))]
 
 
 def naive(case: Case) -> list[Tensor]:

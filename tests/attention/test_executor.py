@@ -6,6 +6,7 @@ python -m pytest tests/attention/test_executor.py
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,16 +39,18 @@ def run_cases(rank: int, world: int, cases: list[Case], change=None) -> list[lis
             plan = change(ring_plan(case.shards(world), tuple(range(world)), skip=False))
         mine = torch.from_numpy(case.shards(world).positions(rank))
         q, k, v, dout = (x[mine] for x in case.inputs())
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
-        out = attend(plan, q, k, v, groups_of(1, world), keep=case.keep)
-        results.append([out.detach(), *torch.autograd.grad(out, (q, k, v), dout)])
+        sinks = case.sinks_H()
+        inputs = [x.requires_grad_() for x in (q, k, v) + (() if sinks is None else (sinks,))]
+        out = attend(plan, q, k, v, groups_of(1, world), sinks_H=sinks, **case.options())
+        results.append([out.detach(), *torch.autograd.grad(out, inputs, dout)])
     return results
 
 
 def gathered(case: Case, world: int, parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """The ranks' results as one pack."""
+    """The ranks' results as one pack; gradients of sinks summed."""
     where = torch.from_numpy(np.concatenate([case.shards(world).positions(r) for r in range(world)]))
-    return [torch.cat(list(x))[torch.argsort(where)] for x in zip(*parts, strict=True)]
+    results = list(zip(*parts, strict=True))
+    return [torch.cat(x)[torch.argsort(where)] for x in results[:4]] + [torch.stack(x).sum(0) for x in results[4:]]
 
 
 def errors(ranks, world: int, cases: list[Case], change=None) -> list[list[float]]:
@@ -60,14 +63,12 @@ def errors(ranks, world: int, cases: list[Case], change=None) -> list[list[float
 
 
 def truth(case: Case) -> list[torch.Tensor]:
-    return _truth(case.lengths, case.heads, case.kv_heads, case.dim, case.dtype, case.seed)
+    return _truth(replace(case, layout="document", kind="ring", keep=True, kernel=None))
 
 
 @functools.cache
-def _truth(lengths, heads, kv_heads, dim, dtype, seed):
-    return one_process(
-        Case(lengths=lengths, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, seed=seed), torch.float64
-    )
+def _truth(case: Case) -> list[torch.Tensor]:
+    return one_process(case, torch.float64)
 
 
 def odd_lengths(cp: int) -> list[tuple[int, ...]]:
@@ -87,7 +88,7 @@ def odd_lengths(cp: int) -> list[tuple[int, ...]]:
 
 def assert_exact(ranks, world: int, cases: list[Case], bound: float, change=None) -> None:
     for case, got in zip(cases, errors(ranks, world, cases, change), strict=True):
-        assert max(got) <= bound, (case, dict(zip(NAMES, got, strict=True)))
+        assert max(got) <= bound, (case, dict(zip((*NAMES, "d_sinks"), got, strict=False)))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -124,6 +125,60 @@ def test_heads_of_any_ratio(ranks, world, kind):
     """MHA, GQA, MQA, fewer KV heads than ranks, heads that the ranks do not divide and shares that cut a KV group."""
     ratios = [(4, 4), (4, 2), (4, 1), (6, 2), (5, 5), (7, 1), (12, 4), (8, 2)]
     cases = [Case(lengths=(13, 1, 21, 4), heads=h, kv_heads=k, kind=kind, seed=h) for h, k in ratios]
+    assert_exact(ranks, world, cases, 1e-12)
+
+
+KINDS = ("ring", "direct", "gather in 2", "ulysses")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("dims", [(8, 5), (5, 8)])
+def test_values_of_another_head_dim(ranks, world, dims):
+    cases = [
+        Case(lengths=n, dim=dims[0], value_dim=dims[1], heads=h, kv_heads=kv, kind=kind, keep=keep, layout=layout)
+        for n, h, kv in [((13, 1, 21, 4), 4, 2), ((1, 2), 7, 1)]
+        for kind, keep, layout in [
+            ("ring", True, "document"),
+            ("direct", False, "sequence"),
+            ("ulysses", True, "contiguous"),
+        ]
+    ]
+    assert_exact(ranks, world, cases, 1e-12)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", ["contiguous", "sequence", "document", "striped"])
+def test_sliding_windows(ranks, world, layout):
+    """From a query that sees itself only to one that sees all, in packs whose documents are longer and shorter."""
+    cases = [
+        Case(lengths=n, window=window, layout=layout, kind=KINDS[i % 4], keep=bool(i % 3))
+        for i, (n, window) in enumerate(
+            (n, w) for n in [(13, 1, 21, 4), (0, 61, 0, 2, 9)] for w in (1, 2, 5, 16, 60, 1000)
+        )
+    ]
+    assert_exact(ranks, world, cases, 1e-12)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_sinks(ranks, world):
+    """Their gradient is the sum of the ranks'."""
+    ways = [(4, 2, None, True), (7, 1, None, False), (4, 4, 5, True)]
+    cases = [
+        Case(lengths=(13, 1, 21, 4), sinks=True, heads=h, kv_heads=kv, window=w, keep=keep, kind=kind, value_dim=6)
+        for h, kv, w, keep in ways
+        for kind in KINDS
+    ]
+    assert_exact(ranks, world, cases, 1e-12)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_capped_scores(ranks, world):
+    """A cap that binds: scores are of the order of 1."""
+    cases = [
+        Case(lengths=(13, 1, 21), softcap=0.7, kernel="reference", kind=kind, sinks=sinks, window=window)
+        for kind in KINDS
+        for sinks, window in [(False, None), (True, 6)]
+    ]
     assert_exact(ranks, world, cases, 1e-12)
 
 
