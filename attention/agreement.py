@@ -24,9 +24,10 @@ import xxhash
 
 from .groups import CpGroups
 from .plan import AttentionPlan, Int64
+from .ulysses import UlyssesPlan
 
 WORD = 1 << 64
-OWN = ("rank", "cache", "tiles", "moves", "returns", "known", "planner")
+OWN = ("rank", "cache", "tiles", "moves", "returns", "known", "planner", "outer")
 """Fields of plans that differ between ranks or are compared otherwise."""
 
 
@@ -67,11 +68,15 @@ def words(plan: Any, index: int, terms: str) -> tuple[int, int, int]:
     common = xxhash.xxh3_64()
     _feed(common, plan)
     pairs = 0
-    if isinstance(plan, AttentionPlan):
-        by_stage = plan.traffic.by_stage
+    # Between groups of Ulysses: the ranks of each place have a plan of their own, alike but for their rank numbers.
+    outer = plan.outer if isinstance(plan, UlyssesPlan) else plan
+    if isinstance(outer, AttentionPlan):
+        by_stage = outer.traffic.by_stage
         used = np.flatnonzero(by_stage.any(1))
-        _feed(common, by_stage[: used[-1] + 1 if len(used) else 0])
-        pairs = _exchanged(plan.moves, index) + _exchanged(plan.returns, index)
+        for told in (by_stage[: used[-1] + 1 if len(used) else 0], outer.home_offsets, outer.home, outer.head_chunks):
+            _feed(common, told)
+        own = index // plan.degree if isinstance(plan, UlyssesPlan) else index
+        pairs = _exchanged(outer.moves, own) + _exchanged(outer.returns, own)
     return common.intdigest(), xxhash.xxh3_64_intdigest(terms.encode()), pairs % WORD
 
 

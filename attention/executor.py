@@ -23,7 +23,8 @@ first use and serve all layers.
 # T query rows at home, S key rows of a buffer, H query heads, K key heads, D head dim, V that of values.
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,12 +33,14 @@ from torch.autograd.function import once_differentiable
 
 from .agreement import agree
 from .groups import CpGroups, Group
+from .heads import Turn, turns
 from .kernels.contract import Kernel, Rows, Scores, add_, covers, kernel_for, merge_, sum_dtype
 from .plan import AttentionPlan
 from .program import Program, lower
 from .sinks import check_sinks, sink_gradients, with_sinks
+from .trade import Trade, to_heads, to_tokens
 from .transport import Freight, Journey, Pair, Travelling, no_rows, side_by_side
-from .ulysses import UlyssesPlan, attend_ulysses
+from .ulysses import UlyssesPlan
 
 
 def attend(
@@ -81,11 +84,20 @@ def attend(
     if window is not None:
         plan = plan.windowed(window)
     agree(plan, groups, f"{terms(q_THD, k_TKD, v_TKV, scores, sinks_H)}, keep={keep}")
-    group, backend = counted(groups, plan.ranks, index, backend)
-    if isinstance(plan, UlyssesPlan):
-        return attend_ulysses(plan, q_THD, k_TKD, v_TKV, sinks_H, group, scores, backend)
-    run = _prepared(plan, index, backend, q_THD.device)
-    return _Attend.apply(q_THD, k_TKD, v_TKV, sinks_H, run, group, scores, keep)
+    heads, kv_heads, device = q_THD.shape[1], k_TKD.shape[1], q_THD.device
+    if not isinstance(plan, UlyssesPlan):
+        group, backend = counted(groups, plan.ranks, index, backend)
+        in_turns = turns((heads // kv_heads,) * kv_heads, plan.head_chunks)
+        run = _prepared(plan, index, backend, device)
+        return _Attend.apply(q_THD, k_TKD, v_TKV, sinks_H, run, group, scores, keep, in_turns)
+    trade, outer = _trade(plan, device, heads, kv_heads), plan.outer
+    inner, _ = counted(groups, plan.inner_ranks, plan.place, backend)
+    group, backend = counted(groups, outer.ranks, index // plan.degree, backend)
+    share, run = trade.share, _prepared(outer, index // plan.degree, backend, device)
+    q, k, v = to_heads(q_THD, k_TKD, v_TKV, trade, inner)
+    sinks = None if sinks_H is None else sinks_H[share.q0 : share.q1]
+    out = _Attend.apply(q, k, v, sinks, run, group, scores, keep, turns(share.per_kv, outer.head_chunks))
+    return to_tokens(out, heads, trade, inner)
 
 
 def counted(groups: CpGroups, ranks: tuple[int, ...], index: int, kernel: Kernel) -> tuple[Group | None, Kernel]:
@@ -154,6 +166,13 @@ class Run:
 
     def journey(self, home: Pair, group: Group | None, kept: dict[int, Tensor] | None = None) -> Journey:
         return Journey([stage.moves for stage in self.stages], self.read_until, home, group, kept)
+
+
+def _trade(plan: UlyssesPlan, device: torch.device, heads: int, kv_heads: int) -> Trade:
+    key = (device, heads, kv_heads)
+    if key not in plan.cache:
+        plan.cache[key] = Trade.of(plan, device, heads, kv_heads)
+    return plan.cache[key]
 
 
 def _prepared(plan: AttentionPlan, index: int, kernel: Kernel, device: torch.device) -> Run:
@@ -260,13 +279,20 @@ def _plus(total: Tensor | None, count: int, rows: Rows, part: Tensor, dtype: tor
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, run, group, scores, keep):
+    def forward(ctx, q, k, v, sinks, run, group, scores, keep, turns):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        kept: dict[int, Tensor] | None = {} if keep else None
-        out, lse = run_forward(run, run.journey((k, v), group), q, scores, kept, sinks)
-        ctx.save_for_backward(q, k, v, out, lse, *(kept or {}).values(), *([] if sinks is None else [sinks]))
-        ctx.kept = None if kept is None else list(kept)
-        ctx.run, ctx.group, ctx.scores, ctx.has_sinks = run, group, scores, sinks is not None
+        kept: list[dict[int, Tensor]] = [{} for _ in turns]
+        parts = []
+        for turn, journey, buffers in zip(turns, _journeys(run, k, v, group, turns), kept, strict=True):
+            own_sinks = None if sinks is None else sinks[turn.q]
+            own_run, to_keep = _run_of(turn, run), buffers if keep else None
+            parts.append(run_forward(own_run, journey, q[:, turn.q], scores, to_keep, own_sinks))
+            journey.end()
+        out, lse = (_joined(x, dim) for x, dim in zip(zip(*parts, strict=True), (1, 0), strict=True))
+        received = [x for buffers in kept for x in buffers.values()]
+        ctx.save_for_backward(q, k, v, out, lse, *received, *([] if sinks is None else [sinks]))
+        ctx.kept = [list(buffers) for buffers in kept] if keep else None
+        ctx.run, ctx.group, ctx.scores, ctx.turns, ctx.has_sinks = run, group, scores, turns, sinks is not None
         return out
 
     @staticmethod
@@ -274,9 +300,34 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, out, lse, *buffers = ctx.saved_tensors
         sinks = buffers.pop() if ctx.has_sinks else None
-        kept = None if ctx.kept is None else dict(zip(ctx.kept, buffers, strict=True))
-        journey = ctx.run.journey((k, v), ctx.group, kept)
+        received = iter(buffers)
+        kept = None if ctx.kept is None else [{number: next(received) for number in row} for row in ctx.kept]
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        grads = run_backward(ctx.run, journey, dout, q, out, lse, ctx.scores)
+        parts = []
+        for turn, journey in zip(ctx.turns, _journeys(ctx.run, k, v, ctx.group, ctx.turns, kept), strict=True):
+            of_heads = (x[:, turn.q] for x in (dout, q, out))
+            parts.append(run_backward(_run_of(turn, ctx.run), journey, *of_heads, lse[turn.q], ctx.scores))
+            journey.end()
+        grads = (_joined(x, 1).to(q.dtype) for x in zip(*parts, strict=True))
         d_sinks = None if sinks is None else sink_gradients(sinks, dout, out, lse.transpose(0, 1))
-        return *(x.to(q.dtype) for x in grads), d_sinks, None, None, None, None
+        return *grads, d_sinks, None, None, None, None, None
+
+
+def _journeys(
+    run: Run, k: Tensor, v: Tensor, group: Group | None, turns: list[Turn], kept: list[dict[int, Tensor]] | None = None
+) -> list[Journey]:
+    """Those of all turns, each of which sends off the next one's first rows in its last stage."""
+    homes = [(k[:, turn.kv], v[:, turn.kv]) for turn in turns]
+    journeys = [run.journey(home, group, kept[i] if kept is not None else None) for i, home in enumerate(homes)]
+    for journey, following in pairwise(journeys):
+        journey.following = following
+    return journeys
+
+
+def _run_of(turn: Turn, run: Run) -> Run:
+    kernel = turn.kernel(run.kernel)
+    return run if kernel is run.kernel else replace(run, kernel=kernel)
+
+
+def _joined(parts: tuple[Tensor, ...], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)

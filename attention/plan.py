@@ -77,6 +77,8 @@ class AttentionPlan:
     """int64[n, 6]."""
     rank: int | None = None
     """Index of the only rank whose tiles are here; None: those of all."""
+    head_chunks: int = 1
+    """KV heads are exchanged and computed in so many turns, at most one each: as much less of received KV is held at once."""
     known: Traffic | None = None
     """What all ranks exchange, where moves and returns are only those that `rank` takes part in; None: they are all here."""
     planner: Callable[[int], AttentionPlan] | None = field(default=None, repr=False)
@@ -133,7 +135,8 @@ class AttentionPlan:
             return self
         key = ("window", window)
         if key not in self.cache:
-            self.cache[key] = self._cut(window) if self.planner is None else self.planner(window)
+            made = self._cut(window) if self.planner is None else self.planner(window)
+            self.cache[key] = replace(made, head_chunks=self.head_chunks)
         return self.cache[key]
 
     def _cut(self, window: int) -> AttentionPlan:

@@ -1,7 +1,8 @@
 """A plan as one rank sees it: positions turned into addresses. No torch, so that a loader's worker can do it.
 
-A rank keeps its own rows in buffer 0, in the order it holds them, and the KV rows that arrive in stage s in buffer s,
-ordered by sender and then as the plan lists them. `lower` turns tiles into tiles of addresses (joined where rows lie
+A rank keeps its own rows in buffer 0, in the order it holds them, and the KV rows that arrive in stage s in buffer s, in
+the order of the pack: from several senders a document's rows come in pieces, which kernels would take one by one, so
+the executor places them once, on arrival. `lower` turns tiles into tiles of addresses (joined where rows lie
 side by side, which makes one causal square of a zigzag rank's two chunks), and moves and returns into rows to pick and
 split sizes of one all-to-all a stage. Whether a stage has an all-to-all follows from what all ranks exchange, so a rank
 with nothing to send or receive takes part with empty splits.
@@ -15,9 +16,11 @@ with nothing to send or receive takes part with empty splits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 
 from .bands import join
@@ -34,6 +37,8 @@ class Cargo:
     """… and permuted by this, if given, they are the rows to send, ordered by receiver."""
     send_splits: list[int]
     receive_splits: list[int]
+    placing: Int64 | None
+    """Which of the rows that arrive each row of the buffer is; None: all of them as they come."""
     landing: list[Int64]
     """For returns: the rows at home that what arrives from each sender is added to. Empty for moves."""
 
@@ -63,113 +68,157 @@ def lower(plan: AttentionPlan, rank: int) -> Program:
     """What `rank` (an index into the plan's ranks) does. The plan must hold its tiles."""
     if plan.rank not in (None, rank):
         raise ValueError(f"This plan holds the tiles of rank {plan.rank} of {plan.ranks}; got rank {rank}.")
-    held, buffer_rows = _holdings(plan, rank)
-    moves, returns = _by_stage(plan.moves, plan.stages), _by_stage(plan.returns, plan.stages)
     exchanged = np.zeros((plan.stages, 2), bool)
     exchanged[: len(plan.traffic.by_stage)] = plan.traffic.by_stage > 0
-    tiles = plan.tiles[plan.tiles[:, 0] == rank]
+    held, buffer_rows, placing = _holdings(plan, rank)
+    moves = _cargos(plan, plan.moves, rank, held, exchanged[:, 0])
+    returns = _cargos(plan, plan.returns, rank, held, exchanged[:, 1], landing=True)
+    tiles = _addressed(plan.tiles[plan.tiles[:, 0] == rank], held, plan.stages)
     stages = [
-        Stage(
-            tiles=_addressed(tiles[tiles[:, 1] == s], held),
-            moves=_cargo(moves[s], rank, len(plan.ranks), held, landing=False) if exchanged[s, 0] else None,
-            returns=_cargo(returns[s], rank, len(plan.ranks), held, landing=True) if exchanged[s, 1] else None,
-        )
-        for s in range(plan.stages)
+        Stage(tiles=tiles[s], moves=move and replace(move, placing=placing[s]), returns=back)
+        for s, (move, back) in enumerate(zip(moves, returns, strict=True))
     ]
     return Program(stages=stages, tokens=buffer_rows[0], buffer_rows=buffer_rows)
 
 
-def _holdings(plan: AttentionPlan, rank: int) -> tuple[Int64, list[int]]:
-    """All intervals the rank ever has, int64[n, 4] = (start, stop, buffer, first row), by start; rows of each buffer."""
+def _holdings(plan: AttentionPlan, rank: int) -> tuple[Int64, list[int], list[Int64 | None]]:
+    """All intervals the rank ever has, int64[n, 4] = (start, stop, buffer, first row), by start; rows of each buffer; and
+    for each stage which of the rows that arrive comes where in its buffer."""
     arriving = plan.moves[plan.moves[:, 3] == rank]
     # Stable: within a stage by sender, and then as listed, which is the order in which the sender packs them.
     arriving = arriving[np.lexsort((arriving[:, 2], arriving[:, 0]))]
+    placed = np.lexsort((arriving[:, 4], arriving[:, 0]))
     home = plan.home_of(rank)
-    intervals = np.concatenate([home, arriving[:, 4:]])
-    buffer = np.concatenate([np.zeros(len(home), np.int64), arriving[:, 0]])
+    intervals = np.concatenate([home, arriving[placed, 4:]])
+    buffer = np.concatenate([np.zeros(len(home), np.int64), arriving[placed, 0]])
     lengths = intervals[:, 1] - intervals[:, 0]
-    rows = np.zeros(plan.stages, np.int64)
-    np.add.at(rows, buffer, lengths)
+    rows = np.bincount(buffer, lengths, plan.stages).astype(np.int64)
     first = np.cumsum(lengths) - lengths - (np.cumsum(rows) - rows)[buffer]
     held = np.column_stack([intervals, buffer, first])
-    return np.ascontiguousarray(held[np.argsort(held[:, 0], kind="stable")]), rows.tolist()
+    placing: list[Int64 | None] = [None] * plan.stages
+    came = np.cumsum(arriving[:, 5] - arriving[:, 4]) - (arriving[:, 5] - arriving[:, 4])
+    ends = np.searchsorted(arriving[:, 0], np.arange(plan.stages + 1))
+    for stage in np.flatnonzero(np.bincount(arriving[:, 0], placed != np.arange(len(placed)))).tolist():
+        order = placed[ends[stage] : ends[stage + 1]]
+        placing[stage] = expanded(came[order] - came[ends[stage]], lengths[len(home) :][ends[stage] : ends[stage + 1]])
+    return np.ascontiguousarray(held[np.argsort(held[:, 0], kind="stable")].T), rows.tolist(), placing
 
 
-def _by_stage(routes: Int64, stages: int) -> list[Int64]:
-    ordered = routes[np.argsort(routes[:, 0], kind="stable")]
-    return np.split(ordered, np.searchsorted(ordered[:, 0], np.arange(1, stages)))
+def expanded(start: Int64, lengths: Int64) -> Int64:
+    """start[0], start[0] + 1, … of lengths[0] numbers, then start[1], …"""
+    return np.arange(lengths.sum()) + np.repeat(start - (np.cumsum(lengths) - lengths), lengths)
 
 
-def _addressed(tiles: Int64, held: Int64) -> list[tuple[int, Int64]]:
-    """Tiles of addresses by buffer of their keys."""
-    out = np.empty((_cut(tiles, held, np.empty((0, 7), np.int64)), 7), np.int64)
-    _cut(tiles, held, out)
-    return [(int(b), join(out[out[:, 0] == b, 1:])) for b in np.flatnonzero(np.bincount(out[:, 0]))]
+def _addressed(tiles: Int64, held: Int64, stages: int) -> list[list[tuple[int, Int64]]]:
+    """For each stage, tiles of addresses by buffer of their keys."""
+    out = _cut(np.ascontiguousarray(tiles), held)
+    out = out[np.lexsort((out[:, 1], out[:, 0]))]
+    by_stage: list[list[tuple[int, Int64]]] = [[] for _ in range(stages)]
+    cuts = np.flatnonzero((np.diff(out[:, 0]) != 0) | (np.diff(out[:, 1]) != 0)) + 1
+    for part in np.split(out, cuts) if len(out) else []:
+        by_stage[part[0, 0]].append((int(part[0, 1]), join(part[:, 2:])))
+    return by_stage
 
 
-def _cargo(routes: Int64, rank: int, ranks: int, held: Int64, landing: bool) -> Cargo:
-    """The rank's part in the exchange of `routes`, moves or returns of one stage."""
-    length = routes[:, 5] - routes[:, 4]
-    going, coming = routes[:, 2] == rank, routes[:, 3] == rank
-    outgoing = routes[going][np.argsort(routes[going, 3], kind="stable")]
-    incoming = routes[coming][np.argsort(routes[coming, 2], kind="stable")]
-    buffer, row = _locate(np.ascontiguousarray(outgoing[:, 4:]), held)
+def _cargos(
+    plan: AttentionPlan, routes: Int64, rank: int, held: Int64, exchanged: npt.NDArray[np.bool_], landing: bool = False
+) -> list[Cargo | None]:
+    """The rank's part in the exchanges of `routes`, moves or returns, of all stages."""
+    outgoing, send_splits = _by_peer(plan, routes[routes[:, 2] == rank], 3)
+    incoming, receive_splits = _by_peer(plan, routes[routes[:, 3] == rank], 2)
+    buffer, row = _locate(outgoing[:, 4:], held)
+    at_home = _locate(incoming[:, 4:], held)[1] if landing else np.zeros(0, np.int64)
+    leave, come = (np.cumsum(np.append(0, splits.sum(1))) for splits in (send_splits, receive_splits))
+    cargos: list[Cargo | None] = [None] * plan.stages
+    for s in np.flatnonzero(exchanged).tolist():
+        picks, order = _picks(buffer[leave[s] : leave[s + 1]], row[leave[s] : leave[s + 1]])
+        ends = (come[s] + np.cumsum(receive_splits[s])).tolist()
+        cargos[s] = Cargo(
+            picks=picks,
+            order=order,
+            send_splits=send_splits[s].tolist(),
+            receive_splits=receive_splits[s].tolist(),
+            placing=None,
+            landing=[at_home[a:b] for a, b in pairwise([int(come[s]), *ends])] if landing else [],
+        )
+    return cargos
+
+
+def _by_peer(plan: AttentionPlan, routes: Int64, side: int) -> tuple[Int64, Int64]:
+    """Routes by stage and peer, as listed else; rows for each, int64[stages, P]."""
+    P = len(plan.ranks)
+    peer = routes[:, 0] * P + routes[:, side]
+    order = np.argsort(peer, kind="stable")
+    splits = np.bincount(peer, routes[:, 5] - routes[:, 4], plan.stages * P).astype(np.int64)
+    return np.ascontiguousarray(routes[order]), splits.reshape(plan.stages, P)
+
+
+def _picks(buffer: Int64, row: Int64) -> tuple[list[tuple[int, Int64]], Int64 | None]:
+    """Cargo.picks and Cargo.order of rows in the order in which they are sent."""
+    if len(buffer) == 0 or np.all(buffer == buffer[0]):
+        return [(int(buffer[0]), row)] if len(buffer) else [], None
     by_buffer = np.argsort(buffer, kind="stable")
-    used = np.flatnonzero(np.bincount(buffer))
-    sent, received = (
-        np.bincount(routes[at, side], length[at], ranks).astype(int) for at, side in ((going, 3), (coming, 2))
-    )
-    landings: list[Int64] = []
-    if landing:
-        _, at_home = _locate(np.ascontiguousarray(incoming[:, 4:]), held)
-        landings = np.split(at_home, np.cumsum(received)[:-1])
-    return Cargo(
-        picks=[(int(b), row[buffer == b]) for b in used],
-        order=np.argsort(by_buffer, kind="stable") if len(used) > 1 else None,
-        send_splits=sent.tolist(),
-        receive_splits=received.tolist(),
-        landing=landings,
-    )
+    return [(int(b), row[buffer == b]) for b in np.unique(buffer)], np.argsort(by_buffer, kind="stable")
 
 
 @njit(nogil=True, cache=True)
-def _cut(tiles, held, out):
-    """Cut tiles where rows stop lying side by side, and write (buffer, q0, q1, k0, k1, lo, hi) in addresses."""
+def _find(start, position):
+    """Index of the last interval that begins at or before a position, -1 if none does. start: rising."""
+    low, high = 0, len(start)
+    while low < high:
+        middle = (low + high) // 2
+        if start[middle] <= position:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@njit(nogil=True, cache=True)
+def _cut(tiles, held):
+    """Tiles cut where rows stop lying side by side: int64[n, 8], (stage, buffer, q0, q1, k0, k1, lo, hi) in addresses."""
+    start, stop, buffer, first = held
+    out = np.empty((2 * len(tiles) + 8, 8), np.int64)
     n = 0
     for i in range(len(tiles)):
-        _, _, q0, q1, k0, k1, lo, hi = tiles[i]
-        y = np.searchsorted(held[:, 0], q0, side="right") - 1
-        while y < len(held) and held[y, 0] < q1:
-            qa, qb, dq = max(q0, held[y, 0]), min(q1, held[y, 1]), held[y, 3] - held[y, 0]
-            x = np.searchsorted(held[:, 0], k0, side="right") - 1
-            while x < len(held) and held[x, 0] < k1:
-                ka, kb, dk = max(k0, held[x, 0]), min(k1, held[x, 1]), held[x, 3] - held[x, 0]
-                if qa < qb and ka < kb:
-                    if n < len(out):
-                        out[n] = (held[x, 2], qa + dq, qb + dq, ka + dk, kb + dk, lo + dq - dk, hi + dq - dk)
+        _, stage, q0, q1, k0, k1, lo, hi = tiles[i]
+        y = max(_find(start, q0), 0)
+        x0 = max(_find(start, k0), 0)
+        while y < len(start) and start[y] < q1:
+            qa, qb, dq = max(q0, start[y]), min(q1, stop[y]), first[y] - start[y]
+            x = x0
+            while qa < qb and x < len(start) and start[x] < k1:
+                ka, kb, dk = max(k0, start[x]), min(k1, stop[x]), first[x] - start[x]
+                if ka < kb:
+                    if n == len(out):
+                        larger = np.empty((2 * n, 8), np.int64)
+                        larger[:n] = out
+                        out = larger
+                    out[n] = (stage, buffer[x], qa + dq, qb + dq, ka + dk, kb + dk, lo + dq - dk, hi + dq - dk)
                     n += 1
                 x += 1
             y += 1
-    return n
+    return out[:n]
 
 
 @njit(nogil=True, cache=True)
 def _locate(intervals, held):
     """Buffer and row of every position of the intervals, in order."""
+    start, stop, buffers, first = held
     rows = 0
     for i in range(len(intervals)):
         rows += intervals[i, 1] - intervals[i, 0]
     buffer, row = np.empty(rows, np.int64), np.empty(rows, np.int64)
     n = 0
     for i in range(len(intervals)):
-        position, stop = intervals[i]
-        x = np.searchsorted(held[:, 0], position, side="right") - 1
-        while position < stop:
-            end = min(stop, held[x, 1])
-            assert x >= 0 and held[x, 0] <= position < end, "the rank does not have a row that the plan uses"
-            for p in range(position, end):
-                buffer[n], row[n] = held[x, 2], held[x, 3] + p - held[x, 0]
+        position, end = intervals[i]
+        x = _find(start, position)
+        while position < end:
+            assert x >= 0 and start[x] <= position < stop[x], "the rank does not have a row that the plan uses"
+            until = min(end, stop[x])
+            for p in range(position, until):
+                buffer[n], row[n] = buffers[x], first[x] + p - start[x]
                 n += 1
-            position = end
+            position = until
             x += 1
     return buffer, row

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .groups import Group, Work
 from .kernels.contract import Rows, add_, rows_of, take
+from .plan import Int64
 from .program import Cargo
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
@@ -47,6 +48,7 @@ class Freight:
     order: Tensor | None
     send_splits: list[int]
     receive_splits: list[int]
+    placing: Tensor | None
     landing: list[Rows]
 
     @staticmethod
@@ -55,9 +57,10 @@ class Freight:
             return None
         return Freight(
             picks=[(buffer, rows_of(rows, device)) for buffer, rows in cargo.picks],
-            order=None if cargo.order is None else torch.from_numpy(cargo.order).to(device),
+            order=_index(cargo.order, device),
             send_splits=cargo.send_splits,
             receive_splits=cargo.receive_splits,
+            placing=_index(cargo.placing, device),
             landing=[rows_of(rows, device) for rows in cargo.landing],
         )
 
@@ -72,6 +75,10 @@ class Freight:
         return Travelling(freight=self, received=received, sent=sent, work=work)
 
 
+def _index(rows: Int64 | None, device: torch.device) -> Tensor | None:
+    return None if rows is None else torch.from_numpy(rows).to(device)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Travelling:
     """Rows under way."""
@@ -82,8 +89,10 @@ class Travelling:
     work: Work
 
     def wait(self) -> Tensor:
+        """What arrived, in the order of its buffer."""
         self.work.wait()
-        return self.received
+        order = self.freight.placing
+        return self.received if order is None else self.received.index_select(0, order)
 
     def land(self, home: Pair) -> Pair:
         """Gradients at home with those that come back added, sender by sender."""
@@ -100,7 +109,8 @@ class Journey:
     """KV on its way through the stages of one layer: buffers while they are needed, the next one always under way.
 
     moves: the exchange before each stage. read_until: the last stage in which a received buffer is read or sent on.
-    kept: buffers received earlier, in which case nothing moves.
+    kept: buffers received earlier, in which case nothing moves. following: what is to run next, over other heads; its
+    first rows are sent off in this one's last stage.
     """
 
     def __init__(
@@ -113,20 +123,25 @@ class Journey:
     ) -> None:
         self.home, self.group = home, group
         self.received: dict[int, Tensor] = kept or {}
+        self.following: Journey | None = None
         self._moves = [None] * len(moves) if kept is not None else moves
         self._read_until = read_until
+        self._sent_off = 0
         self._under_way: Travelling | None = None
 
     def arrive(self, stage: int) -> None:
         """Wait for the rows of this stage, drop what is no longer read, send off the rows of the next."""
-        if self._under_way is not None:
-            self.received[stage] = self._under_way.wait()
+        if self._under_way is not None and self._sent_off == stage:
+            self.received[stage], self._under_way = self._under_way.wait(), None
         self.received = {b: x for b, x in self.received.items() if self._read_until.get(b, -1) >= stage}
-        following = self._moves[stage + 1] if stage + 1 < len(self._moves) else None
-        if following is None:
-            self._under_way = None
-        else:
-            self._under_way = following.send(self._pick, no_rows(self.home, self.home[0].dtype), self.group)
+        if stage + 1 < len(self._moves):
+            self._send_off(stage + 1)
+        elif self.following is not None:
+            self.following._send_off(1)
+
+    def end(self) -> None:
+        """Drop what was received."""
+        self.received = {}
 
     def keys(self, buffer: int) -> Pair:
         """K and V of a buffer."""
@@ -138,3 +153,10 @@ class Journey:
         if buffer > 0:
             return take(self.received[buffer], rows)
         return side_by_side(self.home, rows, self.home[0].dtype)
+
+    def _send_off(self, stage: int) -> None:
+        """Once for each stage."""
+        if self._sent_off < stage < len(self._moves):
+            self._sent_off, freight = stage, self._moves[stage]
+            if freight is not None:
+                self._under_way = freight.send(self._pick, no_rows(self.home, self.home[0].dtype), self.group)

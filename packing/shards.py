@@ -122,6 +122,35 @@ def striped(cu_seqlens: npt.ArrayLike, cp_size: int, stripe: int = 1) -> Shards:
     return from_pieces(cu, cp_size, start, cuts[1:], document, start // stripe % cp_size)
 
 
+def divided(shards: Shards, parts: int) -> Shards:
+    """Shards of cp_size · parts ranks: the rows of each, in its order, cut into `parts` runs as long as each other.
+
+    Ranks r·parts … (r + 1)·parts - 1 hold between them what rank r of `shards` held: the groups inside which Ulysses trades.
+    """
+    if parts < 1:
+        raise ValueError(f"A shard is divided into at least one part; got parts={parts}.")
+    length = shards.segments[:, 1] - shards.segments[:, 0]
+    row = np.concatenate([[0], np.cumsum(length)])  # of all ranks' rows, rank after rank
+    held = np.diff(row[shards.offsets])
+    cuts = (row[shards.offsets[:-1], None] + np.arange(parts) * held[:, None] // parts).ravel()
+    begin = np.union1d(row, cuts)[:-1]
+    segment = np.searchsorted(row, begin, side="right") - 1
+    start = shards.segments[segment, 0] + begin - row[segment]
+    stop = start + np.diff(np.append(begin, row[-1]))
+    holder = np.searchsorted(cuts, begin, side="right") - 1
+    return from_pieces(shards.cu_seqlens, shards.cp_size * parts, start, stop, shards.document[segment], holder)
+
+
+def together(shards: Shards, parts: int) -> Shards:
+    """Shards of cp_size / parts ranks: what `parts` neighbours hold, in the order of the pack."""
+    if parts < 1 or shards.cp_size % parts:
+        raise ValueError(f"Groups of {parts} ranks must divide {shards.cp_size} shards.")
+    holder = np.repeat(np.arange(shards.cp_size), np.diff(shards.offsets)) // parts
+    order = np.lexsort((shards.segments[:, 0], holder))
+    start, stop = shards.segments[order].T
+    return from_pieces(shards.cu_seqlens, shards.cp_size // parts, start, stop, shards.document[order], holder[order])
+
+
 def boundaries(cu_seqlens: npt.ArrayLike) -> Int64:
     """cu_seqlens as int64[k + 1]; refuses what does not rise from 0."""
     cu = np.asarray(cu_seqlens)

@@ -86,7 +86,7 @@ def test_chunks_are_stages_and_bound_what_is_held_at_once(cp, chunks, stages):
 
 
 def test_what_makes_no_gather_is_refused():
-    with pytest.raises(ValueError, match="at least one stage; got chunks=0"):
+    with pytest.raises(ValueError, match="at least one stage and one turn; got chunks=0"):
         gather(contiguous([0, 4], 2), chunks=0)
     with pytest.raises(ValueError, match="one rank per shard"):
         gather_plan(contiguous([0, 4], 2), (0,))

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from equipoise.attention.gather import gather_plan
 from equipoise.attention.plan import AttentionPlan
 from equipoise.attention.program import Cargo, Program, lower
 from equipoise.attention.ring import ring_plan
@@ -37,7 +38,8 @@ def travel(plan: AttentionPlan, programs: list[Program]) -> list[dict[int, np.nd
         sent = [sent_by(cargo, buffers) for cargo, buffers in zip(cargos, held, strict=True)]
         for rank, cargo in enumerate(cargos):
             assert cargo.receive_splits == [len(sent[src][rank]) for src in range(len(programs))]
-            held[rank][s] = np.concatenate([sent[src][rank] for src in range(len(programs))])
+            arrived = np.concatenate([sent[src][rank] for src in range(len(programs))])
+            held[rank][s] = arrived if cargo.placing is None else arrived[cargo.placing]
     return held
 
 
@@ -80,6 +82,16 @@ def test_rows_may_come_from_several_buffers_and_to_several_ranks(shards, change)
     plan = change(ring_plan(shards, tuple(range(shards.cp_size)), skip=False))
     plan.check(shards.cu_seqlens)
     assert_right(plan, shards.cu_seqlens)
+
+
+@PROMISE
+@given(sharded(largest=20), st.sampled_from([1, 2, 100]))
+def test_rows_from_several_senders_are_placed_in_the_order_of_the_pack(shards, chunks):
+    plan = gather_plan(shards, tuple(range(shards.cp_size)), chunks=chunks)
+    assert_right(plan, shards.cu_seqlens)
+    programs = [lower(plan, rank) for rank in range(shards.cp_size)]
+    for buffers in travel(plan, programs):
+        assert all(np.all(np.diff(rows) > 0) for buffer, rows in buffers.items() if buffer)
 
 
 def test_local_chunks_of_a_document_become_one_tile():
