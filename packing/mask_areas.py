@@ -6,8 +6,8 @@ parts, once they are placed, are `blocks`. All of them take tiles int64[m, 6] in
 or columns 2 … 7 of an AttentionPlan's) and edges: boundaries of the chunks, int[c + 1], never falling; what lies outside of the
 edges is left out.
 
-Cost: chunks in O(1) for each tile and chunk that meet, blocks in O(1) for each that is not empty. `block_pairs` of 128K causal
-tokens over a grid of 1024 x 1024 takes about 4 ms, over 256 x 256 a third of one (two shared cores).
+Cost: chunks in O(1) for each tile and chunk that meet, blocks in O(1) for each that is not empty: 128K causal tokens over a grid
+of 1024 x 1024 in 2 to 9 ms (524,800 blocks), over 256 x 256 in 0.6 ms; sparse masks in a fraction of that (two shared cores).
 
     >>> import numpy as np
     >>> from equipoise.packing.mask_kinds import causal
