@@ -1,9 +1,10 @@
 """Hugging Face: an unmodified model attends under a plan.
 
 transformers passes extra keyword arguments of `model(...)` on to its attention function, under gradient checkpointing
-too, so the plan travels with the batch and nothing is global but the registered name. Whatever would make the model
-attend to something else than the plan says is refused: a mask, a KV cache, dropout, a sliding window, score softcapping,
-attention sinks.
+too, so the plan travels with the batch and nothing is global but the registered name. What a layer asks for of its own is
+passed on, so that layers of all kinds share the batch's plan: a sliding window (Mistral, Qwen2, Gemma), capped scores
+(Gemma 2, where the kernel can), attention sinks (gpt-oss), values of another head dim (DeepSeek). Whatever would make the
+model attend to something else than the plan says is refused: a mask, a KV cache, dropout.
 
     >>> register_attention(CpGroups(dp=1, cp=1))                                               # once, on every rank
     >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="equipoise")    # doctest: +SKIP
@@ -22,11 +23,12 @@ from .executor import attend
 from .groups import CpGroups
 
 
-def register_attention(groups: CpGroups, name: str = "equipoise") -> None:
+def register_attention(groups: CpGroups, name: str = "equipoise", *, kernel: str | None = None) -> None:
     """Make `attn_implementation=name` attend under the `plan` that `model(input_ids=[1, T], position_ids=[1, T], plan=…,
     use_cache=False)` is given, T being this rank's tokens in the order it holds them.
 
-    groups: those of this run. Registering a name again replaces it. Raises ImportError without transformers (the `hf`
+    groups: those of this run. kernel: a backend by name (kernels/contract.py); None: the device's. Registering a name again
+    replaces it. Raises ImportError without transformers (the `hf`
     extra), ValueError for a name that transformers would read as its own.
     """
     try:
@@ -51,9 +53,15 @@ def register_attention(groups: CpGroups, name: str = "equipoise") -> None:
             raise ValueError(f'attn_implementation="{name}" attends under a plan: call model(..., plan=...); got none.')
         _refuse(query_BHTD, key_BKTD, attention_mask, dropout, options)
         q, k, v = (x[0].transpose(0, 1) for x in _one_dtype(query_BHTD, key_BKTD, value_BKTD))
+        asked: dict[str, Any] = {
+            "window": options.get("sliding_window"),
+            "softcap": options.get("softcap"),
+            "sinks_H": options.get("s_aux"),
+            "kernel": kernel,
+        }
         if isinstance(plan, Chunk):
-            return attend_chunk(plan, _layer_of(module), q, k, v, groups, scaling)[None], None
-        return attend(plan, q, k, v, groups, scaling)[None], None
+            return attend_chunk(plan, _layer_of(module), q, k, v, groups, scaling, **asked)[None], None
+        return attend(plan, q, k, v, groups, scaling, **asked)[None], None
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, _no_mask)
@@ -78,9 +86,6 @@ def _refuse(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, opt
         raise ValueError("A plan knows no KV cache; call model(..., use_cache=False) and pass no cache.")
     if dropout:
         raise ValueError(f"Attention dropout is not supported; got {dropout}. Set attention_dropout=0 in the config.")
-    for option in ("sliding_window", "softcap", "s_aux"):
-        if options.get(option) is not None:
-            raise ValueError(f"This layer asks for {option}={options[option]}, which the plan's kernels do not apply.")
 
 
 def _no_mask(*, attention_mask: Tensor | None = None, **_: Any) -> None:

@@ -67,7 +67,7 @@ class Case:
         q, k, v, dout = (torch.randn(s, generator=generator, dtype=torch.float64).to(self.dtype) for s in shapes)
         return q, k, v, dout
 
-    def sinks_H(self) -> Tensor | None:
+    def head_sinks(self) -> Tensor | None:
         """A sink for each head, some of them strong, if the case has any."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         return torch.randn(self.heads, generator=generator, dtype=torch.float64) * 3 if self.sinks else None
@@ -86,7 +86,7 @@ def seen(tokens: int, window: int | None) -> Tensor:
 def one_process(case: Case, compute: torch.dtype | None = None) -> list[Tensor]:
     """out, dq, dk, dv, and those of the sinks if there are any, of the pack, document by document, in `compute` (or fp64)."""
     q, k, v, dout = (x.to(compute or torch.float64) for x in case.inputs())
-    sinks = case.sinks_H()
+    sinks = case.head_sinks()
     inputs = [x.requires_grad_() for x in (q, k, v) + (() if sinks is None else (sinks,))]
     outs = []
     for start, stop in zip(case.cu_seqlens[:-1], case.cu_seqlens[1:], strict=True):

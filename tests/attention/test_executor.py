@@ -39,7 +39,7 @@ def run_cases(rank: int, world: int, cases: list[Case], change=None) -> list[lis
             plan = change(ring_plan(case.shards(world), tuple(range(world)), skip=False))
         mine = torch.from_numpy(case.shards(world).positions(rank))
         q, k, v, dout = (x[mine] for x in case.inputs())
-        sinks = case.sinks_H()
+        sinks = case.head_sinks()
         inputs = [x.requires_grad_() for x in (q, k, v) + (() if sinks is None else (sinks,))]
         out = attend(plan, q, k, v, groups_of(1, world), sinks_H=sinks, **case.options())
         results.append([out.detach(), *torch.autograd.grad(out, inputs, dout)])

@@ -155,7 +155,8 @@ def test_a_valid_call_passes():
         ({"attention_mask": torch.zeros(1, 1, sum(LENGTHS), sum(LENGTHS))}, "The plan is the mask"),
         ({"use_cache": True}, "no KV cache"),
         ({"config": {"attention_dropout": 0.1}, "train": True}, "attention_dropout=0"),
-        ({"config": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}}, "sliding_window=4"),
+        ({"softcap": 30.0}, "cpu attention kernel does not cap scores; got softcap=30.0"),
+        ({"s_aux": torch.zeros(3)}, "one floating score per query head, \\[4\\]"),
         ({"input_ids": tokens()[None].repeat(2, 1), "position_ids": positions()[None].repeat(2, 1)}, "a batch of 2"),
         ({"input_ids": tokens()[None, 1:], "position_ids": positions()[None, 1:]}, "43 tokens"),
     ],
@@ -172,10 +173,119 @@ def test_a_filled_cache_is_refused():
         call(past_key_values=cache)
 
 
-@pytest.mark.parametrize("option,value", [("softcap", 30.0), ("s_aux", torch.zeros(4))])
-def test_what_other_models_ask_of_attention_is_refused(option, value):
-    with pytest.raises(ValueError, match=option):
-        call(**{option: value})
+# ---- Layers that ask for something of their own. ----
+
+
+class Norm(torch.nn.Module):
+    """The RMS norms of transformers compute in fp32: this one in the input's dtype."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, shift: float):
+        super().__init__()
+        self.weight, self.eps, self.shift = weight, eps, shift
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (self.weight + self.shift)
+
+
+def in_fp64(model: torch.nn.Module) -> torch.nn.Module:
+    """With its norms and softmax in fp64."""
+    for module in list(model.modules()):
+        for name, norm in list(module.named_children()):
+            if type(norm).__name__.endswith("RMSNorm"):
+                eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+                setattr(module, name, Norm(norm.weight, eps, 1.0 if "Gemma" in type(norm).__name__ else 0.0))
+    return model
+
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": None,
+}
+KINDS = {
+    # Every layer has a window, or the second only; gpt-oss and Gemma 2 alternate, and have sinks and a cap beside.
+    "Mistral": {"sliding_window": 4},
+    "Qwen2": {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1, "head_dim": 8},
+    "GptOss": {
+        "sliding_window": 5,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 2,
+        "experts_implementation": "eager",
+    },
+    "Gemma2": {"sliding_window": 4, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 8},
+    "DeepseekV3": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 6,
+        "head_dim": 4,
+        "first_k_dense_replace": 2,
+    },
+}
+
+
+def special_model(kind: str, groups: CpGroups, implementation: str) -> torch.nn.Module:
+    register_attention(groups, kernel="reference" if kind == "Gemma2" else None)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind]}, attn_implementation=implementation)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim > 1 or "sinks" in name or "bias" in name:
+                p.normal_(std=0.4)  # so that scores are not all alike
+    return in_fp64(model).train()
+
+
+def special_gradients(rank: int, world: int, kind: str, case: Case) -> tuple[list, dict[str, torch.Tensor]]:
+    """This rank's positions and logits, and gradients of the summed token losses, summed over ranks."""
+    model = special_model(kind, groups_of(world), "equipoise")
+    held = torch.from_numpy(case.shards(world).positions(rank))
+    logits = model(
+        input_ids=tokens()[held][None],
+        position_ids=positions()[held][None],
+        plan=case.plan(tuple(range(world)), rank),
+        use_cache=False,
+    ).logits[0]
+    torch.nn.functional.cross_entropy(logits, next_tokens()[held], reduction="sum").backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for grad in grads.values():
+        torch.distributed.all_reduce(grad)
+    return [held, logits.detach()], grads
+
+
+def alone(kind: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The same of the documents one by one, with the model's own attention."""
+    model = special_model(kind, CpGroups(1, 1), "eager")
+    softmax = torch.nn.functional.softmax
+    with pytest.MonkeyPatch.context() as patch:
+        # Eager attention asks for its softmax in fp32.
+        patch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
+        logits = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in tokens().split(LENGTHS)]
+    for part, labels in zip(logits, next_tokens().split(LENGTHS), strict=True):
+        torch.nn.functional.cross_entropy(part, labels, reduction="sum").backward()
+    return torch.cat(logits).detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("plan,world", [("ring", 3), ("ulysses", 2)])
+def test_what_layers_ask_for_is_exact(ranks, kind, plan, world):
+    """Windows, sinks, capped scores and value dims of unmodified models, beside their own attention per document."""
+    if not hasattr(transformers, f"{kind}Config"):
+        pytest.skip(f"transformers has no {kind}")
+    by_rank = ranks.run(special_gradients, world, kind, Case(lengths=LENGTHS, kind=plan))
+    want_logits, want = alone(kind)
+    for (held, logits), grads in by_rank:
+        assert (logits - want_logits[held]).abs().max() <= 1e-12 * want_logits.abs().max()
+        assert set(grads) == set(want)
+        for name, grad in want.items():
+            assert (grads[name] - grad).abs().max() <= 1e-12 * grad.abs().max().clamp_min(1.0), name
 
 
 @pytest.mark.parametrize("name", ["my_flash", "org/kernel"])
