@@ -77,6 +77,10 @@ class MegatronSequences:
     def check(self) -> None:
         self.file.check()
 
+    def run(self, first: int, stop: int) -> tuple[Int64, Int64]:
+        begin = self.pointer.values()[first:stop] // self.itemsize
+        return begin, begin + self.length.values()[first:stop]
+
     def bounds(self, documents: Int64) -> tuple[Int64, Int64]:
         begin = self.pointer.values()[documents] // self.itemsize
         return begin, begin + self.length.values()[documents]
@@ -108,6 +112,9 @@ class MegatronDocuments:
 
     def check(self) -> None:
         self.sequences.check()
+
+    def run(self, first: int, stop: int) -> tuple[Int64, Int64]:
+        return self.bounds(np.arange(first, stop))
 
     def bounds(self, documents: Int64) -> tuple[Int64, Int64]:
         edges = self.sequences.document.values()
