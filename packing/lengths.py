@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ import numpy.typing as npt
 from .blend import Blend
 from .cost import causal_pairs
 from .packs import Int64
+
+if TYPE_CHECKING:
+    from .mask_columns import MaskColumns
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -48,6 +51,8 @@ class Lengths:
     source: str = "array"
     blend: Blend | None = None
     """The sources that lie here one after the other and how they are mixed; None: one source, each document once."""
+    masks: MaskColumns | None = None
+    """What `pairs` are counted from (`MaskColumns.lengths()`), so that documents may be cut; None: pieces are causal."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "pairs", "targets", "group"):
@@ -59,6 +64,11 @@ class Lengths:
                 raise ValueError(
                     f"{name} must be given for each of the {len(self.tokens)} documents; got {len(values)}."
                 )
+        if self.masks is not None and (self.pairs is None or len(self.masks) != len(self.tokens)):
+            raise ValueError(
+                f"An index with masks has their pairs, for each of its {len(self.tokens)} documents; there are "
+                f"{len(self.masks)} masks: MaskColumns.lengths() makes such an index."
+            )
         if self.blend is not None and sum(self.blend.sizes) != len(self.tokens):
             raise ValueError(
                 f"The sources of a blend make up the index: they have {sum(self.blend.sizes)} documents in all, the "
@@ -75,6 +85,12 @@ class Lengths:
         pairs = causal_pairs(0, tokens) if self.pairs is None else self.pairs[at].astype(np.int64)
         targets = np.maximum(tokens - 1, 0) if self.targets is None else self.targets[at].astype(np.int64)
         return Lengths(tokens=tokens, pairs=pairs, targets=targets, source=self.source)
+
+    def pairs_of_pieces(self, document: Int64, start: Int64, stop: Int64) -> Int64:
+        """Pairs of the spans [start, stop) of documents, each as a document of its own; all int64[k]."""
+        if self.masks is None:
+            return causal_pairs(0, stop - start)
+        return self.masks.pieces(document, start, stop).pairs()
 
     def summary(self) -> dict[str, float]:
         """documents, tokens, mean, p50, p90, p99, max, and the share of Σt² that the longest 1 % hold."""

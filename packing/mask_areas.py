@@ -119,7 +119,7 @@ def _tiles(tiles: Int64) -> Int64:
 def _edges(edges: npt.ArrayLike) -> Int64:
     bounds = np.asarray(edges)
     if bounds.ndim != 1 or len(bounds) == 0 or bounds.dtype.kind not in "iu" or np.any(bounds[1:] < bounds[:-1]):
-        raise ValueError(f"Edges are positions, integers in one dimension that never fall, at least one; got {edges}.")
+        raise ValueError(f"Edges are positions, integers in one dimension that never fall, at least one; got {bounds}.")
     return bounds.astype(np.int64)
 
 

@@ -113,7 +113,7 @@ class MaskColumns:
             some = np.arange(first, min(first + TOGETHER, len(self)))
             mask = self.take(some).mask()
             tokens[some], pairs[some] = mask.tokens, mask.pairs()
-        return Lengths(tokens=tokens, pairs=pairs, source=f"{self.kind} masks")
+        return Lengths(tokens=tokens, pairs=pairs, masks=self, source=f"{self.kind} masks")
 
 
 def _per_document(values: Any) -> bool:

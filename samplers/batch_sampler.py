@@ -152,6 +152,11 @@ class BalancedBatchSampler:
                 f"evaluation reads every document once, and a mixture with exhausted={lengths.blend.exhausted!r} does not: use "
                 f"exhausted={ONCE!r}"
             )
+        if isinstance(lengths, Lengths) and lengths.masks is not None and recipe.cuts:
+            raise ValueError(
+                f"recipe {recipe.name!r} cuts documents as causal ones (pack={recipe.pack!r}), and these have "
+                f"{lengths.masks.kind} masks: choose a packing that keeps them whole"
+            )
         if packs_per_step is not None and not recipe.one_size:
             raise ValueError(
                 f"packs_per_step counts packs of one size, and recipe {recipe.name!r} makes them of any: give "

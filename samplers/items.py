@@ -129,7 +129,8 @@ class Items:
         stop = np.minimum(start + self.capacity, end)
         tokens = stop - start
         cut = tokens < rows.tokens
-        pairs = np.where(cut, tokens * (tokens + 1) // 2, rows.pairs)
+        pairs = rows.pairs.copy()
+        pairs[cut] = self.lengths.pairs_of_pieces(document[cut], start[cut], stop[cut])
         # The token behind a piece is known, so its last label is kept; a truncated document simply ends there.
         targets: np.ndarray | None = tokens - (stop == end)
         if self.lengths.targets is not None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from datasets import Dataset
-from equipoise import plan
+from equipoise import Lengths, plan, recipe
 from equipoise.packing import mask_columns as module
 from equipoise.packing import mask_kinds
 from equipoise.packing.mask_columns import KINDS, MaskColumns
@@ -79,6 +79,21 @@ def test_recipes_balance_by_the_pairs_of_the_mask():
     lengths = MaskColumns("sliding_window", {"lengths": tokens, "window": window}).lengths()
     step = plan(lengths, "vrsp", dp=2, max_tokens_per_rank=5000, slots=1, cost=lambda pairs, tokens: pairs * 1e-9)
     assert sorted(step.packs.pairs.tolist()) == [4 * (55 + 990 * 10), 500500]
+
+
+def test_documents_that_are_cut_keep_their_masks():
+    """Pieces of split documents, and truncated ones, count the pairs of their spans."""
+    masks = MaskColumns("prefix_lm", {"lengths": np.array([10, 3]), "prefix": np.array([6, 3])})
+    for too_long, expected in (("split", {16, 11, 3, 9}), ("truncate", {16, 9})):
+        step = plan(masks.lengths(), "static", dp=1, max_tokens_per_rank=4, too_long=too_long)
+        spans = step.packs.spans
+        assert set(spans.pairs[spans.document >= 0].tolist()) == expected
+        parts = masks.pieces(spans.document, spans.start, spans.stop)
+        assert np.array_equal(parts.pairs(), spans.pairs)
+    with pytest.raises(ValueError, match="cuts documents as causal ones.*prefix_lm masks"):
+        plan(masks.lengths(), recipe("static", pack="concat"), dp=1, max_tokens_per_rank=12)
+    with pytest.raises(ValueError, match="each of its 1 documents; there are 2 masks"):
+        Lengths(tokens=np.array([5]), pairs=np.array([9]), masks=masks)
 
 
 @pytest.mark.parametrize(
