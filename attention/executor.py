@@ -43,6 +43,7 @@ from .transport import Freight, Journey, Pair, Travelling, no_rows, side_by_side
 from .ulysses import UlyssesPlan
 
 
+@torch.compiler.disable
 def attend(
     plan: AttentionPlan | UlyssesPlan,
     q_THD: Tensor,
@@ -305,8 +306,9 @@ class _Attend(torch.autograd.Function):
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         parts = []
         for turn, journey in zip(ctx.turns, _journeys(ctx.run, k, v, ctx.group, ctx.turns, kept), strict=True):
-            of_heads = (x[:, turn.q] for x in (dout, q, out))
-            parts.append(run_backward(_run_of(turn, ctx.run), journey, *of_heads, lse[turn.q], ctx.scores))
+            own = [x[:, turn.q] for x in (dout, q, out)]
+            own_run, own_lse = _run_of(turn, ctx.run), lse[turn.q]
+            parts.append(run_backward(own_run, journey, own[0], own[1], own[2], own_lse, ctx.scores))
             journey.end()
         grads = (_joined(x, 1).to(q.dtype) for x in zip(*parts, strict=True))
         d_sinks = None if sinks is None else sink_gradients(sinks, dout, out, lse.transpose(0, 1))
