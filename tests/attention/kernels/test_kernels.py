@@ -7,6 +7,8 @@ backend's layout is tested here on CPU with a stand-in for the varlen kernel; th
 from __future__ import annotations
 
 import itertools
+import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +18,7 @@ from equipoise.attention import bands
 from equipoise.attention.kernels import cpu, cuda, reference
 from equipoise.attention.kernels.contract import KERNELS, Scores, add_, kernel_for, merge_, rows_of, sum_dtype, take
 from equipoise.attention.kernels.grouping import LARGE, batches, layers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.attention.draws import PROMISE, disjoint_tiles, mask_of, mask_of_segments
@@ -355,19 +357,167 @@ def test_torch_varlen_is_called_as_it_is_declared(hi):
         assert (a.double() - b).abs().max() <= 2e-2 * b.abs().max()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA varlen attention needs a GPU")
-@pytest.mark.parametrize("heads", [(4, 2), (4, 1), (2, 2)])
-def test_cuda_varlen_is_as_good_as_bf16(heads):
-    device = torch.device("cuda")
-    lengths = (1, 2, 33, 130, 7)
-    cu = np.concatenate([[0], np.cumsum(lengths)])
-    tiles = np.array([[a, b, a, b, 0, bands.NO_LIMIT] for a, b in itertools.pairwise(cu)])
-    q, k, v, dout = tensors(cu[-1], cu[-1], *heads, torch.bfloat16, dim=64)
-    out, lse, *grads = expected(mask_of(tiles, cu[-1], cu[-1]) > 0, q, k, v, dout, 0.125)
-    handle = cuda.prepare(tiles, cu[-1], cu[-1], device)
-    on = [x.to(device) for x in (q, k, v, dout)]
-    got_out, got_lse = cuda.forward(handle, *on[:3], Scores(scale=0.125))
-    got = cuda.backward(handle, on[3], *on[:3], got_out, got_lse, Scores(scale=0.125))
-    assert (got_lse.cpu() - lse).abs().max() <= 1e-3
-    for a, b in zip((got_out, *got), (out, *grads), strict=True):
-        assert (a.cpu().double() - b).abs().max() <= 2e-2 * b.abs().max()
+# ---- The contract, each backend in low precision on its own device. ----
+
+
+class VarlenEngine:
+    """The CUDA backend over one of its two engines."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def check(self, q, v, scores):
+        cuda.check(q, v, scores, self.engine)
+
+    def prepare(self, tiles, num_q, num_k, device):
+        return cuda.prepare(tiles, num_q, num_k, device, self.engine)
+
+    forward = staticmethod(cuda.forward)
+    backward = staticmethod(cuda.backward)
+
+
+EVERY = {
+    "cpu": (cpu, "cpu"),
+    "reference": (reference, "cpu"),
+    "torch varlen": (VarlenEngine(cuda.TorchVarlen()), "cuda"),
+    "flash-attn 2": (VarlenEngine(cuda.FlashAttention2()), "cuda"),
+}
+
+
+def documents(*lengths, window=None):
+    cu = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+    return [[a, b, a, b, 0, bands.NO_LIMIT if window is None else window - 1] for a, b in itertools.pairwise(cu)]
+
+
+SHAPES = {
+    "GQA": {"tiles": documents(1, 2, 33, 130, 7), "heads": (4, 2)},
+    "MQA": {"tiles": documents(40, 60), "heads": (4, 1)},
+    "MHA, long": {"tiles": documents(300), "heads": (2, 2)},
+    "more keys than queries": {"tiles": [[0, 30, 0, 90, -60, bands.NO_LIMIT]], "heads": (4, 2)},
+    "more queries than keys": {"tiles": [[0, 90, 0, 30, 0, bands.NO_LIMIT], [0, 90, 30, 41, -80, 9]], "heads": (4, 2)},
+    "rows without keys": {"tiles": [[20, 50, 10, 70, 0, bands.NO_LIMIT]], "heads": (4, 2)},
+    "a window": {"tiles": documents(1, 20, 130, window=16), "heads": (4, 2)},
+    "values of 16": {"tiles": documents(20, 70), "heads": (4, 2), "value_dim": 16},
+    "values of 64": {"tiles": documents(20, 70), "heads": (4, 4), "value_dim": 64},
+    "capped scores": {"tiles": documents(20, 70), "heads": (4, 2), "softcap": 1.5},
+}
+
+
+def naive_bf16(mask, q, k, v, dout, scale, softcap):
+    """out, dq, dk, dv as plain products and softmax in bf16 give them; rows without keys give 0."""
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    wide = [x.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(0, 1) for x in (k, v)]
+    scores = q.transpose(0, 1) @ wide[0].transpose(1, 2) * scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    visible, some = torch.from_numpy(mask), torch.from_numpy(mask.any(1))
+    scores = scores.masked_fill(~(visible | ~some[:, None]), -torch.inf)
+    out = (scores.softmax(-1) @ wide[1]).transpose(0, 1) * some[:, None, None]
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("name", EVERY)
+def test_the_contract_in_bf16(name, shape):
+    """FlashAttention's rule: |ours - R| <= 2 |P - R| + 2 |(R + 0.3 - 0.3) - R|, R exact, P naive bf16."""
+    kernel, device = EVERY[name]
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip(f"{name} needs a GPU")
+    if name == "flash-attn 2" and find_spec("flash_attn") is None:
+        pytest.skip("flash-attn 2 is not installed")
+    tiles, softcap, dim = np.array(shape["tiles"]), shape.get("softcap"), 32
+    num_q, num_k = 100 if shape["tiles"][0][0] else tiles[:, 1].max(), tiles[:, 3].max()
+    inputs = tensors(num_q, num_k, *shape["heads"], torch.bfloat16, dim, value_dim=shape.get("value_dim"))
+    mask, scale = mask_of(tiles, num_q, num_k) > 0, 0.2
+    on = [x.to(device) for x in inputs]
+    if softcap is not None and name in ("cpu", "torch varlen"):
+        with pytest.raises(ValueError, match="does not cap scores; got softcap=1.5"):
+            kernel.check(on[0], on[2], Scores(scale=scale, softcap=softcap))
+        return
+    kernel.check(on[0], on[2], Scores(scale=scale, softcap=softcap))
+    exact_out, exact_lse, *exact = expected(mask, *inputs, scale, softcap)
+    final = (exact_out.bfloat16().to(device), exact_lse.float().to(device))
+    out, lse, *grads = (x.cpu() for x in run(kernel, tiles, *on, scale, final, softcap, torch.device(device)))
+    assert torch.equal(lse.isfinite(), exact_lse.isfinite()) and torch.equal(
+        lse.isfinite().any(0), torch.from_numpy(mask.any(1))
+    )
+    assert torch.allclose(lse.double()[exact_lse.isfinite()], exact_lse[exact_lse.isfinite()], atol=1e-3, rtol=1e-3)
+    assert (out[~torch.from_numpy(mask.any(1))] == 0).all()
+    plain = naive_bf16(mask, *inputs, scale, softcap)
+    for ours, want, theirs in zip([out, *grads], [exact_out, *exact], plain, strict=True):
+        rounding = ((want.bfloat16() + 0.3 - 0.3).double() - want).abs().max()
+        assert (ours.double() - want).abs().max() <= 2 * (theirs.double() - want).abs().max() + 2 * rounding
+
+
+# ---- Values of another head dim, capped scores: exact. ----
+
+
+@pytest.mark.parametrize("kernel", BACKENDS.values(), ids=BACKENDS.keys())
+@pytest.mark.parametrize("dim,value_dim", [(5, 3), (3, 5), (8, 1)])
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(tiles=disjoint_tiles(24, 20), heads=st.sampled_from([(4, 2), (4, 1), (2, 2)]))
+def test_values_of_another_head_dim_are_exact(kernel, dim, value_dim, tiles, heads):
+    q, k, v, dout = tensors(24, 20, *heads, dim=dim, value_dim=value_dim)
+    want = expected(mask_of(tiles, 24, 20) > 0, q, k, v, dout, 0.7)
+    got = run(kernel, tiles, q, k, v, dout, 0.7)
+    assert got[0].shape[2] == value_dim and got[2].shape[2] == got[3].shape[2] == dim
+    assert_close(got, want, 1e-12)
+
+
+@pytest.mark.parametrize("kernel", [reference, CudaLayout()], ids=["reference", "cuda layout"])
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(tiles=disjoint_tiles(24, 20), softcap=st.sampled_from([0.3, 1.0, 30.0]))
+def test_capped_scores_are_exact(kernel, tiles, softcap):
+    q, k, v, dout = tensors(24, 20, 4, 2)
+    want = expected(mask_of(tiles, 24, 20) > 0, q, k, v, dout, 0.7, softcap)
+    assert_close(run(kernel, tiles, q, k, v, dout, 0.7, softcap=softcap), want, 1e-12)
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, float("nan")])
+def test_a_cap_that_bounds_nothing_is_refused(softcap):
+    with pytest.raises(ValueError, match="must be positive"):
+        Scores(scale=1.0, softcap=softcap)
+
+
+def test_flash_attention_2_is_called_as_it_is_declared(monkeypatch):
+    """Over a stand-in for its two private functions, as flash-attn 2.7 declares them."""
+    asked = []
+
+    def _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+    ):  # fmt: skip
+        assert dropout_p == 0.0 and causal == ((window_size_left, window_size_right) == (-1, 0))
+        asked.append(softcap)
+        call = SimpleNamespace(
+            cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
+            window=(window_size_left, window_size_right),
+        )  # fmt: skip
+        out, lse = DenseVarlen().forward(call, q, k, v, Scores(scale=softmax_scale, softcap=softcap or None))
+        return out.to(q.dtype), lse, None, None
+
+    def _flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+    ):  # fmt: skip
+        assert deterministic and alibi_slopes is None and softmax_lse.shape == (q.shape[1], len(q))
+        call = SimpleNamespace(
+            cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
+            window=(window_size_left, window_size_right),
+        )  # fmt: skip
+        scores = Scores(scale=softmax_scale, softcap=softcap or None)
+        for x, part in zip(
+            (dq, dk, dv), DenseVarlen().backward(call, dout, q, k, v, out, softmax_lse, scores), strict=True
+        ):
+            x.copy_(part)
+
+    module = SimpleNamespace(
+        _flash_attn_varlen_forward=_flash_attn_varlen_forward, _flash_attn_varlen_backward=_flash_attn_varlen_backward
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_interface=module))
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", module)
+    tiles = np.array([[2, 12, 0, 9, 0, 5], [12, 20, 9, 18, 0, 5]])
+    q, k, v, dout = tensors(20, 18, 4, 2, dim=8, value_dim=6)
+    for softcap in (None, 0.8):
+        want = expected(mask_of(tiles, 20, 18) > 0, q, k, v, dout, 0.3, softcap)
+        assert_close(run(VarlenEngine(cuda.FlashAttention2()), tiles, q, k, v, dout, 0.3, softcap=softcap), want, 1e-12)
+    assert set(asked) == {0.0, 0.8}
