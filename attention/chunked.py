@@ -65,6 +65,7 @@ def chunks_of(homes: list[Home], ranks: tuple[int, ...], rank: int) -> list[Chun
     ]
 
 
+@torch.compiler.disable
 def attend_chunk(
     chunk: Chunk,
     layer: int,

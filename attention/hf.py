@@ -38,6 +38,7 @@ def register_attention(groups: CpGroups, name: str = "equipoise", *, kernel: str
     if "flash" in name or "/" in name or "|" in name:
         raise ValueError(f'transformers treats names with "flash", "/" or "|" as kernels of its own; got {name!r}.')
 
+    @torch.compiler.disable
     def attention(
         module: torch.nn.Module,
         query_BHTD: Tensor,
