@@ -13,7 +13,7 @@ and its gradients are 0; a padded key is seen by padded queries only (squares) o
 # T query rows, S key rows, H query heads, K key heads, D head dim, V that of values; B pieces in a call, padded to L, M rows.
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,6 +28,10 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 SLOW_BACKWARD = 256
 """bf16 backward of shorter tiles is several times faster through fp32."""
+FEW = 4
+"""Copying a row by its index takes about as long as zeroing so many and adding."""
+LONG = 48
+"""Rows from which on a piece is copied to its place by itself faster than row by row."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,21 +48,33 @@ class Side:
     """Which of the B · length are no padding; None: all."""
     pads: Tensor | None
     """Which are padding."""
+    place: Rows
+    """The target of the real ones."""
+    spans: list[tuple[int, int, int]] | None
+    """(first row of the call, first touched row, rows) of each piece, where pieces are long enough to be copied one by one."""
     first: bool
-    """Whether no earlier call touches these rows."""
+    """Whether no earlier call nor another piece of this one touches these rows."""
+    copied: bool
+    """Whether results are copied to where they go, rather than added to what is there; only if `first`."""
 
     @property
-    def copied(self) -> bool:
-        """Whether results are copied to where they go, rather than added to what is there."""
-        return self.first and isinstance(self.target, slice)
+    def rows(self) -> int:
+        """Padding left out."""
+        return self.place.stop - self.place.start if isinstance(self.place, slice) else len(self.place)
 
     def read(self, x: Tensor) -> Tensor:
         """[rows, heads, D] → [B, heads, length, D], a view where rows lie side by side."""
         return take(x, self.source).unflatten(0, (-1, self.length)).transpose(1, 2)
 
     def write(self, x: Tensor, part: Tensor) -> None:
-        """Bring gradients [B · length, heads, D] to their rows."""
-        (put_ if self.copied else add_)(x, self.target, part)
+        """Bring results [B · length, heads, D] to their rows; those of padding, gradients, are 0."""
+        if not self.copied:
+            add_(x, self.target, part)
+        elif self.spans is not None:
+            for at, to, rows in self.spans:
+                x[to : to + rows] = part[at : at + rows]
+        else:
+            put_(x, self.place, part if self.real is None else part.index_select(0, self.real))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,8 +86,6 @@ class Call:
     k: Side
     mask: Tensor | None
     """[B, 1, 1, M] fp32, -inf on padded keys; None: no padded key is visible."""
-    q_real: Rows
-    """The target of q's rows, padding left out."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,20 +124,14 @@ def prepare(tiles: Int64, num_q: int, num_k: int, device: torch.device) -> CpuHa
     for group in batches(pieces, num_q):
         p = pieces[group]
         flipped = p[:, 4] == FLIPPED
-        q, q_source = _side(p[:, 0], p[:, 1], flipped, q_place, seen[0], device)
-        k, _ = _side(p[:, 2], p[:, 3], flipped, k_place, seen[1], device)
+        q = _side(p[:, 0], p[:, 1], flipped, q_place, seen[0], device)
+        k = _side(p[:, 2], p[:, 3], flipped, k_place, seen[1], device)
         causal = bool(p[0, 4] != FULL)
-        calls.append(
-            Call(
-                causal=causal,
-                q=q,
-                k=k,
-                mask=None if causal or k.real is None else _key_mask(p[:, 3] - p[:, 2], k.length),
-                q_real=q.target if q.real is None else rows_of(q_place[q_source[q.real.numpy()]], device),
-            )
-        )
+        mask = None if causal or k.real is None else _key_mask(p[:, 3] - p[:, 2], k.length)
+        calls.append(Call(causal=causal, q=q, k=k, mask=mask))
+    q_sides, k_sides = _copied([call.q for call in calls]), _copied([call.k for call in calls])
     return CpuHandle(
-        calls=calls,
+        calls=[replace(call, q=q, k=k) for call, q, k in zip(calls, q_sides, k_sides, strict=True)],
         q_rows=rows_of(q_touched, device),
         k_rows=rows_of(k_touched, device),
         num_q=len(q_touched),
@@ -151,13 +159,18 @@ def forward(handle: CpuHandle, q_THD: Tensor, k_SKD: Tensor, v_SKV: Tensor, scor
         part, part_lse = part.transpose(1, 2).flatten(0, 1), part_lse.transpose(1, 2).flatten(0, 1)
         if handle.whole:
             return part, part_lse.transpose(0, 1)
-        if call.q.real is not None:
-            part, part_lse = part.index_select(0, call.q.real), part_lse.index_select(0, call.q.real)
-        if call.q.first:
-            (put_ if call.q.copied else add_)(out, call.q_real, part)
-            put_(lse_TH, call.q_real, part_lse)
+        side, real = call.q, call.q.real
+        part_lse = part_lse if real is None else part_lse.index_select(0, real)
+        if side.copied:
+            side.write(out, part)
+            put_(lse_TH, side.place, part_lse)
+            continue
+        part = part if real is None else part.index_select(0, real)
+        if side.first:
+            add_(out, side.place, part)
+            put_(lse_TH, side.place, part_lse)
         else:
-            merge_(out, lse_TH, call.q_real, part, part_lse)
+            merge_(out, lse_TH, side.place, part, part_lse)
     return out, lse_TH.transpose(0, 1)
 
 
@@ -201,26 +214,41 @@ def backward(
     return dq, dk, dv
 
 
-def _side(
-    start: Int64, stop: Int64, flipped: np.ndarray, place: Int64, seen: np.ndarray, device: torch.device
-) -> tuple[Side, Int64]:
-    """One side of a call over the intervals, and its rows as a numpy index. Marks them as seen."""
+def _side(start: Int64, stop: Int64, flipped: np.ndarray, place: Int64, seen: np.ndarray, device: torch.device) -> Side:
+    """One side of a call over the intervals. Marks their rows as seen."""
     lengths = stop - start
     length = int(lengths.max())
     step = np.minimum(np.arange(length), lengths[:, None] - 1)
     index = np.where(flipped[:, None], stop[:, None] - 1 - step, start[:, None] + step).ravel()
     padding = (np.arange(length) >= lengths[:, None]).ravel()
     padded = bool(padding.any())
+    target = rows_of(place[index], device)
+    by_start = np.argsort(start)
+    once = bool(np.all(start[by_start[1:]] >= stop[by_start[:-1]]))
+    first = once and not seen[index].any()
+    long = not isinstance(target, slice) and lengths.sum() >= LONG * len(start) and not flipped.any()
+    spans = np.column_stack([np.arange(len(start)) * length, place[start], lengths]).tolist() if long else None
     side = Side(
         length=length,
         source=rows_of(index, device),
-        target=rows_of(place[index], device),
+        target=target,
         real=torch.from_numpy(np.flatnonzero(~padding)) if padded else None,
         pads=torch.from_numpy(np.flatnonzero(padding)) if padded else None,
-        first=not seen[index].any(),
+        place=rows_of(place[index[~padding]], device) if padded else target,
+        spans=spans,
+        first=first,
+        copied=first and (isinstance(target, slice) or long),
     )
     seen[index] = True
-    return side, index
+    return side
+
+
+def _copied(sides: list[Side]) -> list[Side]:
+    """The sides of all calls, those of few rows copied row by row if nothing need then be zero before: a slow way to copy."""
+    slow = sum(side.rows for side in sides if not side.copied)
+    if not all(side.first for side in sides) or FEW * slow > sum(side.rows for side in sides):
+        return sides
+    return [replace(side, copied=True) for side in sides]
 
 
 def _key_mask(lengths: Int64, length: int) -> Tensor:
