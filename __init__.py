@@ -21,6 +21,8 @@ _HOMES = {
     "Packs": "packing.packs",
     "Spans": "packing.packs",
     "Shards": "packing.shards",
+    "Mask": "packing.masks",
+    "MaskColumns": "packing.mask_columns",
     "StepPlan": "samplers.plan",
     "BalancedBatchSampler": "samplers.batch_sampler",
     "Recipe": "recipes",
