@@ -5,9 +5,11 @@ pack into ``Shards`` (shard) and says how its ranks attend (attend).
 
     >>> from equipoise import recipe
     >>> recipe("vrsp")
-    Recipe(name='vrsp', pack='best_fit', place='vrsp', shard='contiguous', attend='ulysses', options=None, shard_cost=None)
+    Recipe(name='vrsp', pack='best_fit', place='vrsp', shard='contiguous', attend='ulysses', options=None, shard_cost=None, ulysses=None)
     >>> recipe("static", pack="concat", attend="ulysses").name
     'static+pack=concat+attend=ulysses'
+    >>> recipe("static", ulysses=2).name                # USP: a ring between pairs of ranks that trade heads
+    'static+ulysses=2'
 
 | recipe | pack | place | shard | attend |
 |---|---|---|---|---|
@@ -24,11 +26,15 @@ in order is worse than no balancing at all: without queues, waiting per slot, 1.
 four traces, against 0.68–0.89 placed by cost (``benchmarks/recipes.py``). It gathers KV before it computes; sent straight from
 home in stages the same rows are hidden behind the tiles, and a ring would carry half as many again on 8 ranks, twice as many
 on 16 (``benchmarks/traffic.py``). Gather where launches cost more than transfers.
+
+``ulysses`` puts Ulysses inside any of them (USP, LoongTrain, Megatron-LM's a2a+p2p): that many neighbours of a CP group, best
+those of a node, hold one shard between them and share the heads, and ring, direct sends or gather join the shards.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -40,7 +46,7 @@ from .packing.mixed import mixed
 from .packing.packs import Spans
 from .packing.queues import WlbQueues
 from .packing.sharding_choice import ShardCost, adaptive
-from .packing.shards import Shards, contiguous, striped, zigzag
+from .packing.shards import Shards, contiguous, divided, striped, zigzag
 from .samplers.batch_sampler import BalancedBatchSampler
 from .samplers.dynamic_cp import DynamicCp
 from .samplers.flexsp import FlexSp
@@ -98,6 +104,9 @@ class Recipe:
             ``DynamicCp``, ``Vrsp`` (None: their defaults).
         shard_cost: what attention over a pack costs a rank, for ``adaptive`` and ``mixed``; None: that of a dense 7B over
             InfiniBand.
+        ulysses: neighbours that trade tokens for heads inside ``ring``, ``direct`` or ``gather``, at most as many as there are
+            query heads; None: none do. They must divide ``cp``; where groups are planned (``flexsp``, ``dynamic_cp``), a group
+            whose size they do not divide takes the greatest common divisor.
     """
 
     name: str
@@ -107,6 +116,7 @@ class Recipe:
     attend: str
     options: Options | None = None
     shard_cost: ShardCost | None = None
+    ulysses: int | None = None
 
     def __post_init__(self) -> None:
         _fit("pack", self.pack, "place", self.place, PLACES)
@@ -117,11 +127,25 @@ class Recipe:
             raise ValueError(
                 f"pack={self.pack!r}, place={self.place!r} take {takes}; got {type(self.options).__name__}"
             )
+        if self.ulysses is not None and (self.ulysses < 1 or self.attend not in PLANS):
+            raise ValueError(
+                f"ulysses is a number of ranks, at least 1, inside attend={' or '.join(map(repr, PLANS))}; got "
+                f"ulysses={self.ulysses}, attend={self.attend!r}"
+            )
 
     @property
     def one_size(self) -> bool:
         """Whether every pack is run by a whole CP group and holds at most its cap."""
         return self.place not in ("flexsp", "dynamic_cp", "chunkflow")
+
+    @property
+    def layout(self) -> str:
+        """The shard rule, and over what where that is not ranks."""
+        return self.shard if self.ulysses in (None, 1) else f"{self.shard} in groups of {self.ulysses}"
+
+    def trading(self, cp_size: int) -> int:
+        """How many neighbours of a group of ``cp_size`` ranks hold one shard between them and trade heads."""
+        return gcd(self.ulysses or 1, cp_size)
 
     @property
     def cuts(self) -> bool:
@@ -138,6 +162,8 @@ class Recipe:
         if self.place == "chunkflow":
             return 1 << 40
         ranks = cluster.cp if self.one_size else cluster.num_ranks
+        if isinstance(self.options, FlexSp):
+            ranks = self.options.largest_group(cluster.num_ranks)
         multiple = int(cluster.multiple(ranks))
         return cluster.max_tokens_per_rank * ranks // multiple * multiple
 
@@ -149,6 +175,13 @@ class Recipe:
             raise ValueError(
                 f"pad_tp lays whole documents out for Transformer Engine's zigzag; recipe {self.name!r} has shard={self.shard!r}, "
                 f"pack={self.pack!r}: use shard='zigzag' and a packing that cuts none"
+            )
+        if self.one_size and self.ulysses is not None and cluster.cp % self.ulysses:
+            raise ValueError(f"ulysses={self.ulysses} must divide cp; got cp={cluster.cp}")
+        if cluster.pad_tp and self.ulysses not in (None, 1):
+            raise ValueError(
+                f"pad_tp lays documents out for Transformer Engine's zigzag over single ranks, and ulysses={self.ulysses} divides "
+                f"them over groups: leave one of them out"
             )
         if isinstance(self.options, Vrsp) and cluster.dp % self.options.pool_size:
             raise ValueError(f"pools of {self.options.pool_size} replicas must divide dp; got dp={cluster.dp}")
@@ -173,16 +206,26 @@ class Recipe:
 
     def decide(self, spans: Spans, cp_size: int, cluster: Cluster, cost: Cost) -> np.ndarray | None:
         """What sharding a pack by its cost decides, for ``shards``: with ``dacp`` the rank that holds each document whole."""
-        if self.shard != "dacp" or cp_size == 1:
+        if self.shard != "dacp" or cp_size == self.trading(cp_size):
             return None
         per_row = cost.seconds_per_row if isinstance(cost, CostModel) else 0.0
-        whole, split, sent = dacp_costs(spans.tokens, spans.pairs, cp_size, cost, per_row)
-        return dacp(spans.tokens, whole, split, sent, cp_size=cp_size, max_tokens_per_rank=cluster.max_tokens_per_rank)
+        inside = self.trading(cp_size)
+        whole, split, sent = dacp_costs(spans.tokens, spans.pairs, cp_size // inside, cost, per_row)
+        most = cluster.max_tokens_per_rank * inside
+        return dacp(spans.tokens, whole, split, sent, cp_size=cp_size // inside, max_tokens_per_rank=most)
 
     def shards(
         self, cu_seqlens: np.ndarray, cp_size: int, decision: np.ndarray | None = None, max_tokens: int | None = None
     ) -> Shards:
         """Which tokens of a pack each rank of its CP group holds; ``decision``: from ``decide``; none holds over ``max_tokens``."""
+        inside = self.trading(cp_size)
+        most = None if max_tokens is None else max_tokens * inside
+        shards = self._shards(cu_seqlens, cp_size // inside, decision, most)
+        return shards if inside == 1 else divided(shards, inside)
+
+    def _shards(
+        self, cu_seqlens: np.ndarray, cp_size: int, decision: np.ndarray | None, max_tokens: int | None
+    ) -> Shards:
         if decision is not None:
             return dacp_shards(cu_seqlens, decision, cp_size)
         if self.shard in ("contiguous", "whole"):
@@ -197,6 +240,16 @@ class Recipe:
 
     def attention(self, shards: Shards, ranks: tuple[int, ...], cp_rank: int) -> Any:
         """The plan that ``attend`` runs on rank ``ranks[cp_rank]``; None for ``attend='none'``."""
+        inside = self.trading(len(ranks))
+        if self.attend == "ulysses" or inside > 1:
+            from .attention.ulysses import ulysses_plan
+
+            if self.attend == "ulysses":
+                return ulysses_plan(shards, ranks, cp_rank)
+            return ulysses_plan(shards, ranks, cp_rank, degree=inside, outer=self._between)
+        return self._between(shards, ranks, cp_rank)
+
+    def _between(self, shards: Shards, ranks: tuple[int, ...], cp_rank: int) -> Any:
         if self.attend in ("ring", "direct"):
             from .attention.ring import ring_plan
 
@@ -205,10 +258,6 @@ class Recipe:
             from .attention.gather import gather_plan
 
             return gather_plan(shards, ranks, cp_rank)
-        if self.attend == "ulysses":
-            from .attention.ulysses import ulysses_plan
-
-            return ulysses_plan(shards, ranks, cp_rank)
         return None
 
 
@@ -254,10 +303,11 @@ def recipe(
     attend: str | None = None,
     options: Options | None = None,
     shard_cost: ShardCost | None = None,
+    ulysses: int | None = None,
 ) -> Recipe:
     """A named recipe, or a mix that starts from one. Raises ValueError for an unknown name or halves that do not fit."""
     base = choose(name)
-    choices = {"pack": pack, "place": place, "shard": shard, "attend": attend}
+    choices = {"pack": pack, "place": place, "shard": shard, "attend": attend, "ulysses": ulysses}
     changed = {key: value for key, value in choices.items() if value is not None and value != getattr(base, key)}
     label = name + "".join(f"+{key}={value}" for key, value in changed.items())
     kept = base.options if base.pack == changed.get("pack", base.pack) else None

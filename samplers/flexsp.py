@@ -150,6 +150,8 @@ class FlexSp:
     """Limit on the nodes of its tree; 0: none."""
     buckets: int = 16
     """Buckets of a MILP, or more where they lose too much."""
+    max_group: int | None = None
+    """Largest group: Ulysses gives each of its ranks at least one query head; None: as large as it pays."""
 
     def __post_init__(self) -> None:
         if self.solver not in SOLVERS:
@@ -159,11 +161,19 @@ class FlexSp:
                 "FlexSp has more_slots >= 0, nodes >= 0, buckets >= 1 and seconds > 0; "
                 f"got {self.more_slots}, {self.nodes}, {self.buckets} and {self.seconds}."
             )
+        if self.max_group is not None and self.max_group < 1:
+            raise ValueError(f"FlexSp.max_group is a number of ranks, at least 1; got {self.max_group}.")
 
     def rules(self, num_ranks: int, cap: int) -> GroupRules:
         """The degrees of these options and what they cost."""
         units = self.model.all_to_all(num_ranks)
+        if self.max_group is not None:
+            units[self.max_group + 1 :] = -1
         return GroupRules.of(num_ranks=num_ranks, cap=cap, degrees=self.degrees, token_units=units)
+
+    def largest_group(self, num_ranks: int) -> int:
+        """Ranks of the largest group that these options allow."""
+        return int(self.rules(num_ranks, 1).sizes[-1])
 
 
 def flexsp(
@@ -183,10 +193,12 @@ def flexsp(
     tokens = np.asarray(tokens, dtype=np.int64)
     cost, tokens = same_length(options.model.work(tokens) if cost is None else cost, tokens)
     rules = options.rules(num_ranks, cap)
-    if len(tokens) and tokens.max() > num_ranks * cap:
+    largest = int(rules.sizes[-1])
+    if len(tokens) and tokens.max() > largest * cap:
+        limited = "" if options.max_group is None else f" (max_group={options.max_group})"
         raise ValueError(
             f"A sequence fits into some group of ranks; sequence {int(tokens.argmax())} has {tokens.max()} tokens, and "
-            f"{num_ranks} ranks hold {num_ranks * cap}: raise the cap, add ranks, or split it."
+            f"{largest} ranks hold {largest * cap}{limited}: raise the cap, add ranks, or split it."
         )
     if slots is not None and slots < 1:
         raise ValueError(f"A step has at least one slot; got slots={slots}.")

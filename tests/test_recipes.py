@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from equipoise import BalancedBatchSampler, Lengths, recipe
+from equipoise.packing.packs import Spans
 from equipoise.packing.queues import WlbQueues
 from equipoise.recipes import Recipe
+from equipoise.samplers.flexsp import FlexSp, SpModel, flexsp
 from equipoise.samplers.plan import Cluster, StepPlan
 from equipoise.samplers.solve import ChunkFlow, Vrsp
 from hypothesis import given, settings
@@ -324,3 +327,64 @@ def test_what_attends_fits_every_rule_that_cuts(shard: str, attend: str) -> None
     assert plan.ranks == (3, 4, 5) and plan.rank == 1
     assert attend != "ring" or (plan.moves[:, 2] == (plan.moves[:, 3] - 1) % 3).all()
     assert plan.stages == (2 if attend == "gather" or shard == "contiguous" else 3)
+
+
+def test_ulysses_inside_another_attention() -> None:
+    """Groups of neighbours hold the shards of fewer ranks, divided; a planned group takes the common divisor."""
+    cu_seqlens = np.array([0, 3, 40, 77])
+    for chosen in (
+        recipe("static", ulysses=2),
+        recipe("dynamic_cp", ulysses=4),
+        recipe("vrsp", attend="gather", ulysses=1),
+    ):
+        for cp in (1, 2, 4, 6):
+            inside, shards = chosen.trading(cp), chosen.shards(cu_seqlens, cp)
+            assert inside == np.gcd(chosen.ulysses or 1, cp)
+            whole = replace(chosen, ulysses=None).shards(cu_seqlens, cp // inside)
+            for group in range(cp // inside):
+                held = [shards.positions(rank) for rank in range(group * inside, (group + 1) * inside)]
+                assert np.array_equal(np.concatenate(held), whole.positions(group))
+                assert max(map(len, held)) - min(map(len, held)) <= 1
+            plan = chosen.attention(shards, tuple(range(cp)), 0)
+            assert getattr(plan, "degree", 1) == inside
+    assert recipe("static", ulysses=2).layout == "zigzag in groups of 2" and recipe("static").layout == "zigzag"
+
+
+def test_dacp_holds_documents_whole_in_a_group() -> None:
+    """A group of two ranks takes what two ranks may hold."""
+    chosen, spans = recipe("skrull", ulysses=2), Spans.whole(np.array([30, 7, 8, 5]), np.array([465, 28, 36, 15]))
+    decision = chosen.decide(spans, 4, Cluster(dp=1, cp=4, max_tokens_per_rank=13), cost)
+    shards = chosen.shards(np.array([0, 30, 37, 45, 50]), 4, decision, 13)
+    assert decision is not None and decision.max() <= 1 and shards.tokens().max() <= 13
+
+
+@pytest.mark.parametrize(
+    "choice,message",
+    [
+        ({"attend": "ulysses", "ulysses": 2}, "inside attend='ring' or 'direct' or 'gather'"),
+        ({"attend": "none", "ulysses": 2}, "inside attend="),
+        ({"ulysses": 0}, "at least 1, inside"),
+    ],
+)
+def test_ulysses_inside_nothing_is_refused(choice: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recipe("static", **choice)
+
+
+def test_ulysses_that_does_not_fit_the_ranks_is_refused() -> None:
+    lengths = Lengths.from_array(np.array([5, 9]))
+    with pytest.raises(ValueError, match="ulysses=2 must divide cp; got cp=3"):
+        BalancedBatchSampler(
+            lengths, recipe("static", ulysses=2), max_tokens_per_rank=9, dp=1, cp=3, documents_per_step=2
+        )
+    with pytest.raises(ValueError, match="pad_tp lays documents out"):
+        recipe("static", ulysses=2).check_cluster(Cluster(dp=1, cp=4, max_tokens_per_rank=9, pad_tp=1))
+
+
+def test_groups_of_flexsp_stay_within_the_heads() -> None:
+    chosen = recipe("flexsp", options=FlexSp(model=SpModel.preset("gpt-7b"), max_group=4))
+    assert chosen.longest(Cluster(dp=8, cp=1, max_tokens_per_rank=100)) == 400
+    with pytest.raises(ValueError, match="max_group is a number of ranks"):
+        FlexSp(model=SpModel.preset("gpt-7b"), max_group=0)
+    with pytest.raises(ValueError, match=r"4 ranks hold 400 \(max_group=4\)"):
+        flexsp(np.array([401]), num_ranks=8, cap=100, options=FlexSp(model=SpModel.preset("gpt-7b"), max_group=4))

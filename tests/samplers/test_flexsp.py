@@ -26,8 +26,14 @@ def makespan(plan: Placement, tokens: np.ndarray, options: FlexSp, num_ranks: in
 @given(st.data())
 def test_every_plan_keeps_the_promises(data):
     num_ranks, cap = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 5000))
-    tokens = np.array(data.draw(st.lists(st.integers(0, num_ranks * cap), max_size=24)), np.int64)
-    options = FlexSp(model=SEVEN, degrees=data.draw(st.sampled_from(["any", "powers"])))
+    options = FlexSp(
+        model=SEVEN,
+        degrees=data.draw(st.sampled_from(["any", "powers"])),
+        max_group=data.draw(st.none() | st.integers(1, 12)),
+    )
+    largest = options.largest_group(num_ranks)
+    assert largest <= (options.max_group or num_ranks)
+    tokens = np.array(data.draw(st.lists(st.integers(0, largest * cap), max_size=24)), np.int64)
     plan = flexsp(tokens, num_ranks=num_ranks, cap=cap, options=options)
     assert sorted(plan.order.tolist()) == list(range(len(tokens)))
     for slot in range(int(plan.slot.max()) + 1):
@@ -35,7 +41,7 @@ def test_every_plan_keeps_the_promises(data):
         assert plan.first_rank[mine].tolist() == np.cumsum([0, *plan.cp_size[mine][:-1]]).tolist()
         assert plan.cp_size[mine].sum() == num_ranks
     held = np.add.reduceat(np.r_[tokens[plan.order], 0], plan.offsets[:-1]) * (np.diff(plan.offsets) > 0)
-    assert (-(-held // plan.cp_size) <= cap).all()
+    assert (-(-held // plan.cp_size) <= cap).all() and plan.cp_size.max() <= largest
     powers = (plan.cp_size & (plan.cp_size - 1)) == 0
     if options.degrees == "powers":
         assert (powers | (plan.cp_size == num_ranks)).all()
