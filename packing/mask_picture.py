@@ -1,7 +1,7 @@
 """A mask as a picture: as text, or (extra `plot`) as an image in which each rank that computes has a colour.
 
 Both are drawn on a grid of equal cells over the pack, queries downward and keys to the right; a cell takes the shade of the share
-of its pairs that the mask has, and the colour of the rank that computes most of them. Nothing as large as tokens² is made.
+of its pairs that the mask has, and the colour of the rank that computes most of them, of all heads together where heads are placed apart. Nothing as large as tokens² is made.
 
     >>> from equipoise.packing.mask_kinds import sliding_window
     >>> print(picture(sliding_window([4, 2], 2)))
@@ -63,10 +63,11 @@ def draw(mask: Mask, work: Int64 | None = None, *, cells: int = 256, axes: Any =
     tokens, edges = int(mask.tokens.sum()), _edges(mask, cells)
     drawn = np.pad(mask.tiles_of_pack(), ((0, 0), (2, 0))) if work is None else work
     pairs = _by_rank(drawn, edges)
+    groups = 1 + int(drawn[:, 2].max(initial=0)) // tokens
     num_ranks = len(pairs)
     palette = matplotlib.colormaps["tab10" if num_ranks <= 10 else "tab20" if num_ranks <= 20 else "hsv"]
     colours = np.array([palette(rank if num_ranks <= 20 else rank / num_ranks)[:3] for rank in range(num_ranks)])
-    share = np.minimum(pairs.sum(axis=0) / _full(edges), 1)
+    share = np.minimum(pairs.sum(axis=0) / _full(edges) / groups, 1)
     # Thin masks must be seen too: a cell that has any pair is at least a third coloured.
     shade = np.where(share > 0, 1 / 3 + share * 2 / 3, 0)[:, :, None]
     image = 1 - shade * (1 - colours[pairs.argmax(axis=0)])
@@ -101,6 +102,8 @@ def _full(edges: Int64) -> npt.NDArray[np.float64]:
 
 
 def _by_rank(work: Int64, edges: Int64) -> Int64:
-    """Pairs of each cell that each rank computes, int64[ranks, cells, cells]."""
-    num_ranks = 1 + int(work[:, 0].max(initial=0))
-    return np.stack([block_pairs(work[work[:, 0] == rank, 2:], edges).dense() for rank in range(num_ranks)])
+    """Pairs of each cell that each rank computes, int64[ranks, cells, cells]; those of several head groups on top of each other."""
+    num_ranks, rank, tiles = 1 + int(work[:, 0].max(initial=0)), work[:, 0], work[:, 2:].copy()
+    # A plan's positions are group · tokens + token.
+    tiles[:, :4] -= (tiles[:, :1] // edges[-1]) * edges[-1]
+    return np.stack([block_pairs(tiles[rank == r], edges).dense() for r in range(num_ranks)])

@@ -47,6 +47,19 @@ def test_an_image_has_a_colour_for_each_rank(tmp_path: Path):
     assert (tmp_path / "plan.png").stat().st_size > 1000
 
 
+def test_heads_that_are_placed_apart_lie_on_top_of_each_other():
+    """Positions of head group g begin at g · tokens; rank 1 computes two groups of three, so the cells are its own."""
+    tiles = np.array(
+        [[rank, 0, *(4 * group + np.array([0, 4, 0, 4])), 0, 1 << 40] for group, rank in enumerate((1, 0, 1))]
+    )
+    assert picture(causal([4]), tiles).split("\n") == ["1···", "11··", "111·", "1111"]
+    axes = draw(causal([4]), tiles)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["rank 0: 33.3%", "rank 1: 66.7%"]
+    assert np.allclose(
+        axes.images[0].get_array()[3, 0], (255 / 255, 127 / 255, 14 / 255)
+    )  # full colour: all heads are there
+
+
 def test_many_ranks_and_long_masks_are_drawn(tmp_path: Path):
     mask = window_with_sinks([131072])
     plan = ring_plan(zigzag([0, 131072], 24), ranks=tuple(range(24)))
