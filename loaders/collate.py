@@ -22,6 +22,7 @@ from .batch import FIELDS, ThdBatch
 from .dataset import SKIPPED, Rows, fault_of_labels
 from .layout import IGNORE, PADDING, num_targets
 from .shapes import Shapes
+from .slices import Slices
 
 if TYPE_CHECKING:
     from ..recipes import Recipe
@@ -93,7 +94,7 @@ class ThdCollator:
                 "cu_seqlens": torch.from_numpy(shapes.ends(cu_seqlens.astype(np.int32))),
                 "num_docs": len(spans),
                 "max_seqlen": shapes.longest(int(spans.tokens.max())),
-                "layout": self.recipe.shard,
+                "layout": self.recipe.layout,
                 "plan": self.recipe.attention(shards, spec.ranks, spec.cp_rank),
                 "cp_size": len(spec.ranks),
                 "cp_rank": spec.cp_rank,
@@ -137,7 +138,7 @@ class ThdCollator:
             spans=Spans.concat([spec.spans, fillers]),
             document_tokens=np.concatenate([spec.document_tokens, none]),
         )
-        return spec, {name: values + values[:1] * len(tokens) for name, values in rows.items()}
+        return spec, {name: [*values, *values[:1] * len(tokens)] for name, values in rows.items()}
 
 
 def _boundaries(spec: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
@@ -190,13 +191,8 @@ class _Segments:
             raise ValueError(
                 f"the tokens must be in a column named 'input_ids'; the dataset has {', '.join(sorted(rows))}"
             )
-        shapes = [getattr(ids, "shape", None) for ids in rows["input_ids"]]
-        bad = [at for at, shape in enumerate(shapes) if shape is None or len(shape) != 1]
-        if bad:
-            raise ValueError(
-                f"the tokens of document {self.numbers[bad[0]]} must be a 1-D array of ids; got shape {shapes[bad[0]]}"
-            )
-        length = np.array([shape[0] for shape in shapes if shape is not None], np.int64)
+        ids = rows["input_ids"]
+        length = ids.tokens if isinstance(ids, Slices) else self._lengths(ids)
         other = np.flatnonzero((length != spec.document_tokens) & ~self.filler)
         if len(other):
             at = other[0]
@@ -205,6 +201,15 @@ class _Segments:
                 f"does not belong to this dataset: build it anew"
             )
         return np.minimum(length, spec.document_stop) if spec.document_stop else length
+
+    def _lengths(self, rows: Sequence[Any]) -> np.ndarray:
+        shapes = [getattr(ids, "shape", None) for ids in rows]
+        bad = [at for at, shape in enumerate(shapes) if shape is None or len(shape) != 1]
+        if bad:
+            raise ValueError(
+                f"the tokens of document {self.numbers[bad[0]]} must be a 1-D array of ids; got shape {shapes[bad[0]]}"
+            )
+        return np.array([shape[0] for shape in shapes if shape is not None], np.int64)
 
     def segments(self, *, restart: bool) -> np.ndarray:
         """int64[s, 4]: document of the pack, position of the first token, place in the pack, tokens."""
@@ -223,18 +228,21 @@ class _Segments:
         for name, values in rows.items():
             if name in ("input_ids", "labels"):
                 self._check_integers("labels" if name == "labels" else "token ids", values)
-            if all(isinstance(value, np.ndarray) for value in values):
+            if isinstance(values, Slices) or all(isinstance(value, np.ndarray) for value in values):
                 self._check_aligned(name, values, rows["input_ids"])
-                out[name] = self._cut(values)
+                out[name] = self._cut(values, np.dtype(np.int64) if name in ("input_ids", "labels") else None)
             elif any(isinstance(value, np.ndarray) for value in values):
                 raise ValueError(f"column {name!r} holds arrays for some documents and single values for others")
             else:
                 out[name] = [None if empty else value for value, empty in zip(values, self.filler, strict=True)]
         ids = out["input_ids"]
-        out["input_ids"] = signed = ids.astype(np.int64, copy=False)
-        if ids.size and (ids.dtype.kind == "i" or ids.itemsize == 8) and signed.min() < 0:
+        if (
+            ids.size
+            and any(each.kind == "i" or each.itemsize == 8 for each in _dtypes(rows["input_ids"]))
+            and ids.min() < 0
+        ):
             at = next(at for at, value in enumerate(rows["input_ids"]) if (value.astype(np.int64) < 0).any())
-            raise ValueError(f"token ids must not be negative; got {signed.min()} in document {self.named[at]}")
+            raise ValueError(f"token ids must not be negative; got {ids.min()} in document {self.named[at]}")
         behind = self._behind(rows.get("labels", rows["input_ids"]))
         if "labels" not in out:
             return out, None, behind
@@ -249,7 +257,9 @@ class _Segments:
             raise ValueError(f"document {self.named[at]} cannot be trained on: {fault_of_labels(rows['labels'][at])}")
         return out, labels, behind
 
-    def _check_integers(self, what: str, values: list[Any]) -> None:
+    def _check_integers(self, what: str, values: Sequence[Any]) -> None:
+        if isinstance(values, Slices) and len(values.dtypes) == 1 and next(iter(values.dtypes)).kind in "iu":
+            return
         for at, value in enumerate(values):
             if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
                 held = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
@@ -257,7 +267,9 @@ class _Segments:
         if np.result_type(*{value.dtype for value in values}).kind == "f":
             raise ValueError(f"{what} must be integers of a kind; in this pack some are uint64 and some are signed")
 
-    def _check_aligned(self, name: str, values: list[np.ndarray], ids: list[np.ndarray]) -> None:
+    def _check_aligned(self, name: str, values: Sequence[np.ndarray], ids: Sequence[np.ndarray]) -> None:
+        if isinstance(values, Slices) and isinstance(ids, Slices) and np.array_equal(values.tokens, ids.tokens):
+            return
         for at, (value, tokens) in enumerate(zip(values, ids, strict=True)):
             if value.ndim != 1 or len(value) != len(tokens):
                 raise ValueError(
@@ -265,18 +277,26 @@ class _Segments:
                     f"{self.numbers[at]} it has shape {value.shape} beside {len(tokens)} tokens"
                 )
 
-    def _cut(self, values: list[np.ndarray]) -> np.ndarray:
-        """The values of this rank's tokens; zeros for a filler's and for padding."""
-        nothing = np.zeros(int(self.tokens.max(initial=0)) if self.empty.any() else 0, values[0].dtype)
-        pieces = [
-            nothing[:tokens] if empty else values[document][begin : begin + tokens]
-            for document, begin, tokens, empty in zip(
-                self.document.tolist(), self.begin.tolist(), self.tokens.tolist(), self.empty.tolist(), strict=True
-            )
-        ]
-        return np.concatenate(pieces) if pieces else nothing
+    def _cut(self, values: Sequence[np.ndarray], dtype: np.dtype | None) -> np.ndarray:
+        """The values of this rank's tokens, as ``dtype`` or as they are; zeros for a filler's and for padding."""
+        if isinstance(values, Slices):
+            pieces = values.cut(self.document, self.begin, self.tokens)
+        else:
+            pieces = [
+                values[document][begin : begin + tokens]
+                for document, begin, tokens in zip(
+                    self.document.tolist(), self.begin.tolist(), self.tokens.tolist(), strict=True
+                )
+            ]
+        if self.empty.any():
+            nothing = np.zeros(int(self.tokens.max()), values[0].dtype)
+            for at in np.flatnonzero(self.empty).tolist():
+                pieces[at] = nothing[: self.tokens[at]]
+        if not pieces:
+            return np.zeros(0, values[0].dtype if dtype is None else dtype)
+        return np.concatenate(pieces, dtype=dtype, casting="unsafe") if dtype else np.concatenate(pieces)
 
-    def ahead(self, values: list[np.ndarray], offset: int) -> np.ndarray:
+    def ahead(self, values: Sequence[np.ndarray], offset: int) -> np.ndarray:
         """int64[t]: for each token the value `offset` further on in its document; -100 where there is none and in fillers."""
         out = np.full(int(self.tokens.sum()), IGNORE, np.int64)
         place = np.cumsum(self.tokens) - self.tokens
@@ -286,7 +306,7 @@ class _Segments:
             out[place[at] : place[at] + len(found)] = found
         return out
 
-    def _behind(self, values: list[np.ndarray]) -> np.ndarray:
+    def _behind(self, values: Sequence[np.ndarray]) -> np.ndarray:
         """int64[s]: the value behind each segment in its document; -100 behind a document's last and in fillers."""
         stop = self.begin + self.tokens
         inside = np.flatnonzero((stop < self.length[self.document]) & ~self.empty)
@@ -308,6 +328,10 @@ def _split_padding(segments: np.ndarray, document: np.ndarray, end: np.ndarray) 
     both = np.stack([real, pads], 1).reshape(-1, 2)
     kept = both[:, 1] > both[:, 0]
     return both[kept], np.repeat(document, 2)[kept], np.tile([False, True], len(segments))[kept]
+
+
+def _dtypes(values: Sequence[np.ndarray]) -> set[np.dtype]:
+    return values.dtypes if isinstance(values, Slices) else {value.dtype for value in values}
 
 
 def _tensor(value: Any) -> Any:

@@ -23,8 +23,9 @@ from torch.utils.data import Dataset
 from ..packing.lengths import Lengths
 from ..samplers.plan import MicroBatch
 from .layout import IGNORE
+from .slices import Slices
 
-Rows = dict[str, list[Any]]
+Rows = dict[str, Sequence[Any]]
 
 
 ON_ERROR = ("raise", "skip")
@@ -308,9 +309,11 @@ class _ArrowReader:
         return {name: _read(chunks, starts, documents) for name, (starts, chunks) in self.columns.items()}
 
 
-def _read(chunks: list[tuple[np.ndarray, np.ndarray | None] | pa.Array], starts: np.ndarray, rows: list[int]) -> list:
+def _read(chunks: list[Any], starts: np.ndarray, rows: list[int]) -> Sequence[Any]:
     chunk_of = np.searchsorted(starts, rows, side="right") - 1
-    row_of = np.asarray(rows) - starts[chunk_of]
+    row_of = np.asarray(rows, np.int64) - starts[chunk_of]
+    if chunks and all(isinstance(held, tuple) and held[1] is not None for held in chunks):
+        return _sliced(chunks, chunk_of, row_of)
     values = []
     for chunk, row in zip(chunk_of.tolist(), row_of.tolist(), strict=True):
         held = chunks[chunk]
@@ -320,6 +323,17 @@ def _read(chunks: list[tuple[np.ndarray, np.ndarray | None] | pa.Array], starts:
         else:
             values.append(held[row].as_py())
     return values
+
+
+def _sliced(chunks: list[tuple[np.ndarray, np.ndarray]], chunk_of: np.ndarray, row_of: np.ndarray) -> Slices:
+    flats = [flat for flat, _ in chunks]
+    if len(chunks) == 1:
+        offsets = chunks[0][1]
+        return Slices(flats, chunk_of, offsets[row_of], offsets[row_of + 1])
+    pairs = zip(chunk_of.tolist(), row_of.tolist(), strict=True)
+    ends = [(chunks[chunk][1][row], chunks[chunk][1][row + 1]) for chunk, row in pairs]
+    bounds = np.array(ends, np.int64).reshape(-1, 2)
+    return Slices(flats, chunk_of, bounds[:, 0], bounds[:, 1])
 
 
 def _chunks(name: str, column: pa.ChunkedArray) -> tuple[np.ndarray, list]:
