@@ -29,6 +29,7 @@ from numba import njit
 
 from ..packing.lengths import Lengths
 from ..packing.packs import Int64
+from .slices import Slices
 from .tar_map import TarMap
 from .tar_members import ARRAYS, ITEM_BYTES, TEXTS, format_of, text_columns
 from .tar_read import Buffers, Handle, read_range
@@ -99,7 +100,7 @@ class TarShards:
         number = operator.index(document)
         return {name: values[0] for name, values in self.rows([number + len(self) if number < 0 else number]).items()}
 
-    def rows(self, documents: Sequence[int]) -> dict[str, list[Any]]:
+    def rows(self, documents: Sequence[int]) -> dict[str, Sequence[Any]]:
         """Columns of these documents: a 1-D array per document, which may share its buffer with others, or one value each.
 
         Read in the order in which they lie in the shards, whatever the order asked for.
@@ -108,9 +109,9 @@ class TarShards:
         if not len(numbers):
             return {name: [] for name in index.columns}
         values = self._fetch(numbers)
-        rows: dict[str, list[Any]] = {}
+        rows: dict[str, Sequence[Any]] = {}
         for at, (extension, name) in enumerate(zip(index.extensions, index.names, strict=True)):
-            held = values[at :: len(index.extensions)]
+            held = values if len(index.extensions) == 1 else values[at :: len(index.extensions)]
             if format_of(extension) not in TEXTS:
                 rows[name] = held
                 continue
@@ -143,7 +144,7 @@ class TarShards:
             f"since it was indexed; index it anew"
         )
 
-    def _fetch(self, documents: Int64) -> list[npt.NDArray[Any]]:
+    def _fetch(self, documents: Int64) -> Sequence[npt.NDArray[Any]]:
         """The data of the m members of each of k documents: m · k arrays, document after document."""
         index, order = self._index, None
         shard, offset, size, kind = index.located(documents)
@@ -152,7 +153,7 @@ class TarShards:
             order = np.lexsort((offset, shard))
             shard, offset, size, kind = shard[order], offset[order], size[order], kind[order]
             runs, cuts, traits = _runs(shard, offset, size, kind)
-        start, stop, kinds = cuts[0].tolist(), cuts[1].tolist(), kind.tolist() if traits else [int(kind[0])]
+        flats: list[npt.NDArray[Any]] = []
         values: list[npt.NDArray[Any]] = []
         for begin, end, first, last, _ in self._announced(runs.tolist(), shard):
             buffer = self._buffers.take(last - first)
@@ -163,11 +164,15 @@ class TarShards:
                 ends = offset[begin:end] + size[begin:end]
                 raise self._unread(documents[at // len(index.extensions)], ends, error) from error
             if traits:
-                values += _slices(buffer, start[begin:end], stop[begin:end], kinds[begin:end])
+                start, stop = cuts[:, begin:end].tolist()
+                values += _slices(buffer, start, stop, kind[begin:end].tolist())
             else:
-                view = _as_type(buffer, kinds[0])
-                values += [view[a:b] for a, b in zip(start[begin:end], stop[begin:end], strict=True)]
-        return values if order is None else _reordered(values, order)
+                flats.append(_as_type(buffer, int(kind[0])))
+        if traits:
+            return values if order is None else _reordered(values, order)
+        which = np.repeat(np.arange(len(runs)), runs[:, 1] - runs[:, 0])
+        back = slice(None) if order is None else np.argsort(order)
+        return Slices(flats, which[back], cuts[0][back], cuts[1][back])
 
     def _announced(self, runs: list[list[int]], shard: npt.NDArray[np.int32]) -> Iterator[list[int]]:
         """The runs, some ahead told to the kernel if they lie apart: it fetches them side by side where they are not in memory."""
