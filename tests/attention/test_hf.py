@@ -74,7 +74,8 @@ def test_no_document_sees_another(ranks, shape, world):
     changed = tokens()
     place = 8 + 6
     changed[place] = (changed[place] + 1) % 50
-    cases = [Case(lengths=LENGTHS, layout=layout) for layout in LAYOUTS] + [Case(lengths=LENGTHS, kind="ulysses")]
+    cases = [Case(lengths=LENGTHS, layout=layout) for layout in LAYOUTS]
+    cases += [Case(lengths=LENGTHS, kind=kind) for kind in ("direct", "gather", "ulysses")]
     for_rank = ranks.run(logits_of, world, shape, cases, [tokens(), changed])
     touched = torch.zeros(sum(LENGTHS), dtype=torch.bool)
     touched[place : 8 + 20] = True
