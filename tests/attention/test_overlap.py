@@ -218,7 +218,7 @@ def varlen_calls(plan: AttentionPlan, rank: int) -> list[int]:
     program = lower(plan, rank)
     rows = program.buffer_rows
     return [
-        sum(len(cuda.prepare(t, rows[0], rows[b], CPU, engine=cuda.TorchVarlen()).calls) for _, b, t in stage.tiles)
+        sum(len(cuda.prepare(t, rows[0], rows[b], CPU, engine=cuda.TorchVarlen()).calls) for *_, b, t in stage.tiles)
         for stage in program.stages
     ]
 
