@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 
 from .groups import CpGroups
-from .plan import AttentionPlan, Int64
+from .plan import KV, AttentionPlan, Int64, Q
 from .ulysses import UlyssesPlan
 
 WORD = 1 << 64
@@ -71,9 +71,10 @@ def words(plan: Any, index: int, terms: str) -> tuple[int, int, int]:
     # Between groups of Ulysses: the ranks of each place have a plan of their own, alike but for their rank numbers.
     outer = plan.outer if isinstance(plan, UlyssesPlan) else plan
     if isinstance(outer, AttentionPlan):
-        by_stage = outer.traffic.by_stage
-        used = np.flatnonzero(by_stage.any(1))
-        for told in (by_stage[: used[-1] + 1 if len(used) else 0], outer.home_offsets, outer.home, outer.head_chunks):
+        for by_stage in (outer.traffic.of(kind)[0] for kind in (KV, Q)):
+            used = np.flatnonzero(by_stage.any(1))
+            _feed(common, by_stage[: used[-1] + 1 if len(used) else 0])
+        for told in (outer.home_offsets, outer.home, outer.head_chunks, outer.head_groups):
             _feed(common, told)
         own = index // plan.degree if isinstance(plan, UlyssesPlan) else index
         pairs = _exchanged(outer.moves, own) + _exchanged(outer.returns, own)
@@ -98,7 +99,7 @@ def _exchanged(routes: Int64, index: int) -> int:
     """Hashes of the rows that pass between this rank and each other, those with a higher one added, with a lower one taken away."""
     own = routes[(routes[:, 2] == index) | (routes[:, 3] == index)]
     peer = own[:, 2] + own[:, 3] - index
-    order = np.lexsort((own[:, 2], own[:, 0], peer))
+    order = np.lexsort((own[:, 2], own[:, 1], own[:, 0], peer))
     own, peer = own[order], peer[order]
     cuts = np.flatnonzero(np.diff(peer)) + 1
     total = 0

@@ -31,13 +31,14 @@ from torch.autograd.function import once_differentiable
 
 from .agreement import agree
 from .chunk_plan import Home, chunk_plans
-from .executor import Run, counted, own_index, prepare, run_backward, run_forward, terms, validate
+from .executor import counted, own_index, terms, validate
 from .groups import CpGroups
 from .kernels.contract import Kernel, Scores, kernel_for
 from .kv_store import KvStore
 from .plan import AttentionPlan
 from .program import Program, lower
 from .sinks import check_sinks, sink_gradients
+from .stages import Run, prepare, run_backward, run_forward
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,8 +109,8 @@ def _prepared(plan: AttentionPlan, chunk: Chunk, index: int, kernel: Kernel, dev
 def _queries_from(first_row: int, rows: int, program: Program) -> Program:
     """The same with query addresses that count from `first_row` at home, where the chunk's queries begin."""
     shift = np.array([first_row, first_row, 0, 0, first_row, first_row])
-    stages = [replace(stage, tiles=[(b, tiles - shift) for b, tiles in stage.tiles]) for stage in program.stages]
-    return replace(program, stages=stages, tokens=rows)
+    stages = [replace(stage, tiles=[(q, b, tiles - shift) for q, b, tiles in stage.tiles]) for stage in program.stages]
+    return replace(program, stages=stages, q_rows=[rows, *program.q_rows[1:]])
 
 
 class _AttendChunk(torch.autograd.Function):

@@ -46,6 +46,21 @@ def turns(per_kv: tuple[int, ...], count: int) -> list[Turn]:
     ]
 
 
+def to_groups(x_THD: Tensor, groups: int) -> Tensor:
+    """Rows of head groups, group after group: [groups · T, H / groups, D], a copy."""
+    return x_THD.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def from_groups(x: Tensor, groups: int) -> Tensor:
+    """The way back: [groups · T, H / groups, D] → [T, H, D]."""
+    return x.unflatten(0, (groups, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def sinks_of_groups(sinks_H: Tensor, tokens: int, groups: int) -> Tensor:
+    """The sinks of each row of head groups: [groups · tokens, H / groups]."""
+    return sinks_H.view(groups, 1, -1).expand(-1, tokens, -1).flatten(0, 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Uneven:
     """A kernel for KV heads that unequally many query heads look at."""

@@ -1,13 +1,18 @@
 """AttentionPlan: which rank computes which part of attention, and what moves when (the fourth decision, as data).
 
-A plan spans a *domain*: ranks that hold one pack (later: several) between them. Everything is stated in positions of
-the pack, in five int64 arrays:
+A plan spans a *domain*: ranks that hold one pack between them, or several, laid end to end. Everything is stated in
+positions of the pack, in five int64 arrays:
 
 - `home`: the rows each rank holds, in the order it holds them;
 - `tiles`: (rank, stage, q0, q1, k0, k1, lo, hi), the pairs a rank computes in a stage (bands.py says what lo, hi are);
-- `moves`: (stage, kind, src, dst, start, stop), KV rows that are there before that stage's tiles; the sender holds them
-  at home or received them in an earlier stage, which is what a ring does;
-- `returns`: the same columns, rows whose dK and dV go from their user `src` to their home `dst` after that stage.
+- `moves`: (stage, kind, src, dst, start, stop), KV or Q rows that are there before that stage's tiles; the sender holds
+  them at home or received them in an earlier stage, which is what a ring does;
+- `returns`: the same columns, rows that go from their user `src` to their home `dst` after that stage: of KV rows the
+  dK and dV, in backward; of Q rows O and LSE in forward, where home merges them, and dQ in backward.
+
+Heads may be computed in different places: with `head_groups` = G each position stands G times, at group · tokens + token,
+for H/G query heads and K/G KV heads each. `home` stays in tokens; tiles, moves and returns are in these *virtual*
+positions, and a tile lies in one group.
 
 Planners write them, the executor obeys. A plan may list one rank's part only (`rank`), since that of a large group is
 long; `traffic` still says what all ranks exchange, since whether a stage communicates at all must be known alike
@@ -23,7 +28,7 @@ everywhere. `check()` proves a plan on paper: each pair of the mask once, each r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,29 +37,21 @@ import numpy.typing as npt
 
 from ..packing.mask_kinds import causal, sliding_window
 from ..packing.masks import Mask
-from . import bands, proof
+from . import bands, proof, traffic
 from .pair_proof import pairs_once
+from .traffic import KV as KV
+from .traffic import Loads as Loads
+from .traffic import Q as Q
+from .traffic import Traffic as Traffic
+from .traffic import evenness, listed_traffic, told
 from .windows import cut_routes, cut_tiles
 
 Int64 = npt.NDArray[np.int64]
-
-KV = 0
-"""The kind of a move: keys and values. (Moved queries are a later kind.)"""
 
 
 def check_window(window: int) -> None:
     if window < 1:
         raise ValueError(f"A window counts the keys a query sees, itself among them: at least 1; got {window}.")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Traffic:
-    """KV rows that the ranks of a plan exchange."""
-
-    by_stage: Int64
-    """int64[stages, 2]: rows moved before and returned after each stage, by all ranks. 0: there is no exchange."""
-    by_rank: Int64
-    """int64[4, P]: rows that each rank sends, receives, returns and reduces."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,7 +61,7 @@ class AttentionPlan:
     ranks: tuple[int, ...]
     """Rank numbers of the domain in the whole run, in the order of its process group."""
     tokens: int
-    """Length of the pack."""
+    """Length of the pack, or of all packs of the domain."""
     home_offsets: Int64
     """int64[P+1], CSR: rank → rows of `home`."""
     home: Int64
@@ -77,6 +74,8 @@ class AttentionPlan:
     """int64[n, 6]."""
     rank: int | None = None
     """Index of the only rank whose tiles are here; None: those of all."""
+    head_groups: int = 1
+    """Groups of heads that are placed each for itself; divides the query and the KV heads."""
     head_chunks: int = 1
     """KV heads are exchanged and computed in so many turns, at most one each: as much less of received KV is held at once."""
     known: Traffic | None = None
@@ -92,6 +91,12 @@ class AttentionPlan:
             if array.ndim != 2 or array.shape[1] != width:
                 raise ValueError(f"AttentionPlan.{name} must be int64[n, {width}]; got shape {array.shape}.")
             object.__setattr__(self, name, array)
+        if self.head_groups < 1:
+            raise ValueError(f"A plan has at least one head group; got head_groups={self.head_groups}.")
+        for name in ("moves", "returns"):
+            kinds = getattr(self, name)[:, 1]
+            if np.any((kinds != KV) & (kinds != Q)):
+                raise ValueError(f"AttentionPlan.{name} are of KV, {KV}, or of Q, {Q}; got kinds {np.unique(kinds)}.")
         object.__setattr__(self, "home_offsets", np.asarray(self.home_offsets, dtype=np.int64))
         if len(self.home_offsets) != len(self.ranks) + 1:
             raise ValueError(f"home_offsets must have {len(self.ranks) + 1} entries; got {len(self.home_offsets)}.")
@@ -108,12 +113,20 @@ class AttentionPlan:
         """Number of stages, at least 1."""
         columns = (self.tiles[:, 1], self.moves[:, 0], self.returns[:, 0])
         listed = 1 + max((int(column.max()) for column in columns if len(column)), default=0)
-        return listed if self.known is None else max(listed, len(self.known.by_stage))
+        return listed if self.known is None else max(listed, self.known.stages)
 
     @property
     def traffic(self) -> Traffic:
         """What all ranks exchange."""
         return self.known or self._listed_traffic()
+
+    def _listed_traffic(self) -> Traffic:
+        return listed_traffic(self.moves, self.returns, self.stages, len(self.ranks))
+
+    @property
+    def moves_queries(self) -> bool:
+        """Whether any rank computes for queries of another; known alike on all ranks."""
+        return bool(self.traffic.of(Q)[1].any())
 
     def home_of(self, rank: int) -> Int64:
         """(start, stop) of what `rank` holds, in the order it holds them, int64[n, 2]."""
@@ -142,30 +155,48 @@ class AttentionPlan:
     def _cut(self, window: int) -> AttentionPlan:
         tiles, moves, returns = cut_tiles(self.tiles, window), self.moves, self.returns
         if self.rank is None:
-            moves, returns = cut_routes(tiles, moves, returns, len(self.ranks), self.tokens)
+            moves, returns = cut_routes(tiles, moves, returns, len(self.ranks), self.tokens * self.head_groups)
         return replace(self, tiles=tiles, moves=moves, returns=returns)
 
     def check(self, mask: npt.ArrayLike | Mask, window: int | None = None) -> None:
         """Prove the plan for a mask, or raise ValueError naming the pairs and rows where it fails.
 
-        mask: of the pack's documents; or their boundaries alone, int[k+1] from 0 to `tokens`: causal within each. window: how
-        many keys a query sees, itself among them; None: all that the mask gives it. With `rank` given, the queries of that rank
-        are checked, the tiles of the others being elsewhere. Takes time and memory of ranks x tokens: for tests.
+        mask: of the pack's documents (of all packs of the domain, end to end); or their boundaries alone, int[k+1] from 0 to
+        `tokens`: causal within each. window: how many keys a query sees, itself among them; None: all that the mask gives it.
+        With `rank` given, the queries that this rank holds and computes alone are checked, the tiles of the others being
+        elsewhere. Takes time and memory of ranks x tokens x head groups: for tests.
         """
         wanted = mask if isinstance(mask, Mask) else self._causal(mask)
         if int(wanted.tokens.sum()) != self.tokens:
             raise ValueError(f"The mask is of {int(wanted.tokens.sum())} tokens, the plan of {self.tokens}.")
         if window is not None:
             wanted = wanted & sliding_window(wanted.tokens, window)
-        owner = proof.owners(self.home_offsets, self.home, self.tokens)
-        arrival = proof.arrivals(owner, self.moves, len(self.ranks), None if self.known is None else self.rank)
-        computing = range(len(self.ranks)) if self.rank is None else [self.rank]
-        proof.tiles_are_fed(self.tiles, owner, arrival, computing)
-        pairs_once(self.tiles, owner, wanted.tiles_of_pack(), computing)
-        proof.gradients_return(self.tiles, self.returns, owner, arrival, computing)
+        P, only = len(self.ranks), None if self.known is None else self.rank
+        owner = np.tile(proof.owners(self.home_offsets, self.home, self.tokens), self.head_groups)
+        computing = range(P) if self.rank is None else [self.rank]
+        tiles = proof.in_groups(self.tiles, self.tokens, self.head_groups)
+        routes = [[x[x[:, 1] == kind] for x in (self.moves, self.returns)] for kind in (KV, Q)]
+        arrival = [proof.arrivals(owner, moves, P, only) for moves, _ in routes]
+        proof.tiles_are_fed(tiles, owner, arrival, computing)
+        self._check_pairs(tiles, owner, wanted.tiles_of_pack(), computing)
+        for kind, (_, returns) in enumerate(routes):
+            proof.rows_return(tiles, returns, kind, owner, P, computing)
         if self.known is not None and self.rank is not None:
             listed = self._listed_traffic()
-            proof.traffic_is_known(self.rank, listed.by_stage, listed.by_rank, self.known.by_stage, self.known.by_rank)
+            for kind in (KV, Q):
+                proof.traffic_is_known(self.rank, *listed.of(kind), *self.known.of(kind))
+
+    def _check_pairs(self, tiles: Int64, owner: Int64, mask: Int64, computing: Iterable[int]) -> None:
+        """Of each head group, in tokens. Of a rank that is listed alone, queries that go elsewhere may be computed there."""
+        away = proof.moved(self.moves[self.moves[:, 1] == Q], len(owner)) & (self.rank is not None)
+        holders = np.where(away, len(self.ranks), owner)
+        for group in range(self.head_groups):
+            first = group * self.tokens
+            own = tiles[tiles[:, 2] // self.tokens == group] - np.array([0, 0, first, first, first, first, 0, 0])
+            try:
+                pairs_once(own, holders[first : first + self.tokens], mask, computing)
+            except ValueError as error:
+                raise ValueError(f"Head group {group}: {error}" if self.head_groups > 1 else f"{error}") from None
 
     def _causal(self, cu_seqlens: npt.ArrayLike) -> Mask:
         cu = np.asarray(cu_seqlens, dtype=np.int64)
@@ -174,75 +205,70 @@ class AttentionPlan:
         return causal(np.diff(cu))
 
     def loads(self, bytes_per_row: int = 1) -> Loads:
-        """What every rank computes, sends and receives. bytes_per_row: those of one token's K and V, h_kv · (D + V) · itemsize.
+        """What every rank computes, sends and receives. bytes_per_row: those of one KV row, K / head_groups · (D + V) · itemsize.
 
         With `rank` given, pairs of other ranks are not known here and count as 0.
         """
         pairs = np.zeros(len(self.ranks), np.int64)
         np.add.at(pairs, self.tiles[:, 0], bands.pairs(self.tiles[:, 2:]))
-        sent, received, returned, reduced = self.traffic.by_rank
+        sent, received, returned, reduced = self.traffic.of(KV)[1]
+        q_sent, q_received, q_returned, q_reduced = self.traffic.of(Q)[1]
         return Loads(
             pairs=pairs,
             rows_sent=sent,
             rows_received=received,
             rows_returned=returned,
             rows_reduced=reduced,
+            q_rows_sent=q_sent,
+            q_rows_received=q_received,
+            q_rows_returned=q_returned,
+            q_rows_reduced=q_reduced,
             bytes_per_row=bytes_per_row,
         )
 
+    def bytes_moved(
+        self,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        itemsize: int,
+        value_dim: int | None = None,
+        *,
+        backward: bool = False,
+        keep: bool = True,
+    ) -> Int64:
+        """Bytes of a layer's forward, or of its backward: int64[2, 2, P], (sent, received) x (KV, Q) x rank.
+
+        dim: of queries and keys. value_dim: of values, if it is another. keep: whether what was received was kept, as in
+        `attend`. Raises ValueError where the head groups do not divide the heads.
+        """
+        self.check_heads((heads // kv_heads,) * kv_heads)
+        share = heads // self.head_groups, kv_heads // self.head_groups
+        return traffic.bytes_moved(self.traffic, *share, dim, itemsize, value_dim, backward=backward, keep=keep)
+
+    def check_heads(self, per_kv: tuple[int, ...]) -> None:
+        """ValueError unless heads divide into the plan's groups alike. per_kv: query heads of each KV head."""
+        G, share = self.head_groups, len(per_kv) // self.head_groups
+        if per_kv != per_kv[:share] * G:
+            raise ValueError(
+                f"A plan of {G} head groups needs heads that {G} divides; got {sum(per_kv)} query heads over {len(per_kv)} "
+                f"KV heads{'' if len(set(per_kv)) == 1 else f' ({told(np.array(per_kv))} each)'}. Plan with as many "
+                "groups as divide the KV heads."
+            )
+
     def describe(self) -> str:
-        """One line: size, pairs per rank and their evenness, KV rows per rank (at most eight ranks are listed)."""
+        """One line: size, pairs per rank and their evenness, rows per rank (at most eight ranks are listed)."""
         loads = self.loads()
         own = slice(None) if self.rank is None else slice(self.rank, self.rank + 1)
-        even = f" (max/mean {_evenness(loads.pairs):.3f})" if self.rank is None else f" (rank {self.rank} alone)"
+        even = f" (max/mean {evenness(loads.pairs):.3f})" if self.rank is None else f" (rank {self.rank} alone)"
+        queries = f"; Q rows received {told(loads.q_rows_received)}, returned {told(loads.q_rows_returned)}"
         return (
-            f"AttentionPlan over {len(self.ranks)} ranks, {self.tokens} tokens, {self.stages} stages: "
-            f"pairs {_listed(loads.pairs[own])}{even}, "
-            f"KV rows received {_listed(loads.rows_received)}, returned {_listed(loads.rows_returned)}"
+            f"AttentionPlan over {len(self.ranks)} ranks, {self.tokens} tokens"
+            f"{f' x {self.head_groups} head groups' if self.head_groups > 1 else ''}, {self.stages} stages: "
+            f"pairs {told(loads.pairs[own])}{even}, "
+            f"KV rows received {told(loads.rows_received)}, returned {told(loads.rows_returned)}"
+            f"{queries if self.moves_queries else ''}"
         )
 
     def __str__(self) -> str:
         return self.describe()
-
-    def _listed_traffic(self) -> Traffic:
-        """What the moves and returns listed here add up to."""
-        by_stage = np.zeros((self.stages, 2), np.int64)
-        by_rank = np.zeros((4, len(self.ranks)), np.int64)
-        for kind, routes in enumerate((self.moves, self.returns)):
-            rows = routes[:, 5] - routes[:, 4]
-            np.add.at(by_stage[:, kind], routes[:, 0], rows)
-            for side in (0, 1):
-                np.add.at(by_rank[2 * kind + side], routes[:, 2 + side], rows)
-        return Traffic(by_stage=by_stage, by_rank=by_rank)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Loads:
-    """Work and traffic of each rank of a plan, int64[P] each, for one layer."""
-
-    pairs: Int64
-    """(query, key) pairs computed."""
-    rows_sent: Int64
-    """KV rows sent in forward (and again in backward unless they are kept)."""
-    rows_received: Int64
-    rows_returned: Int64
-    """dK, dV rows sent home in backward."""
-    rows_reduced: Int64
-    """dK, dV rows received at home."""
-    bytes_per_row: int = 1
-
-    @property
-    def bytes_sent(self) -> Int64:
-        return self.rows_sent * self.bytes_per_row
-
-    @property
-    def bytes_received(self) -> Int64:
-        return self.rows_received * self.bytes_per_row
-
-
-def _evenness(values: Int64) -> float:
-    return float(values.max() * len(values) / max(int(values.sum()), 1))
-
-
-def _listed(values: Int64) -> str:
-    return "/".join(map(str, values[:8].tolist())) + ("/…" if len(values) > 8 else "")

@@ -1,8 +1,9 @@
 """A plan as one rank sees it: positions turned into addresses. No torch, so that a loader's worker can do it.
 
-A rank keeps its own rows in buffer 0, in the order it holds them, and the KV rows that arrive in stage s in buffer s, in
-the order of the pack: from several senders a document's rows come in pieces, which kernels would take one by one, so
-the executor places them once, on arrival. `lower` turns tiles into tiles of addresses (joined where rows lie
+A rank keeps its own rows in buffer 0, in the order it holds them, head group after head group, and the KV rows that
+arrive in stage s in buffer s, in the order of the pack: from several senders a document's rows come in pieces, which
+kernels would take one by one, so the executor places them once, on arrival. Q rows have buffers of their own, alike.
+`lower` turns tiles into tiles of addresses (joined where rows lie
 side by side, which makes one causal square of a zigzag rank's two chunks), and moves and returns into rows to pick and
 split sizes of one all-to-all a stage. Whether a stage has an all-to-all follows from what all ranks exchange, so a rank
 with nothing to send or receive takes part with empty splits.
@@ -10,8 +11,8 @@ with nothing to send or receive takes part with empty splits.
     >>> from equipoise.packing.shards import zigzag
     >>> from equipoise.attention.ring import ring_plan
     >>> stage = lower(ring_plan(zigzag([0, 8], 2), ranks=(0, 1)), rank=1).stages[1]
-    >>> [(buffer, tiles[:, :4].tolist()) for buffer, tiles in stage.tiles]
-    [(1, [[0, 4, 0, 2]])]
+    >>> [(q_buffer, buffer, tiles[:, :4].tolist()) for q_buffer, buffer, tiles in stage.tiles]
+    [(0, 1, [[0, 4, 0, 2]])]
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy.typing as npt
 from numba import njit
 
 from .bands import join
-from .plan import AttentionPlan, Int64
+from .plan import KV, AttentionPlan, Int64, Q
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,50 +46,74 @@ class Cargo:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stage:
-    """What one rank does in a stage."""
+    """What one rank does in a stage. An exchange is None if no rank takes part in it."""
 
-    tiles: list[tuple[int, Int64]]
-    """(buffer of the keys, int64[m, 6] tiles of addresses); queries are at home."""
+    tiles: list[tuple[int, int, Int64]]
+    """(buffer of the queries, buffer of the keys, int64[m, 6] tiles of addresses)."""
     moves: Cargo | None
-    """Exchanged before the tiles; None if no rank moves anything."""
+    """KV, exchanged before the tiles."""
     returns: Cargo | None
-    """Exchanged after the tiles, in backward."""
+    """dK and dV, exchanged after the tiles, in backward."""
+    q_moves: Cargo | None = None
+    """Q, exchanged before the tiles."""
+    q_returns: Cargo | None = None
+    """O and LSE, exchanged after the tiles, and dQ in backward."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Program:
     stages: list[Stage]
-    tokens: int
-    """Rows of buffer 0."""
     buffer_rows: list[int]
-    """Rows of each buffer."""
+    """Rows of each buffer of keys and values."""
+    q_rows: list[int]
+    """Rows of each buffer of queries."""
+
+    @property
+    def tokens(self) -> int:
+        """Query rows at home."""
+        return self.q_rows[0]
 
 
 def lower(plan: AttentionPlan, rank: int) -> Program:
     """What `rank` (an index into the plan's ranks) does. The plan must hold its tiles."""
     if plan.rank not in (None, rank):
         raise ValueError(f"This plan holds the tiles of rank {plan.rank} of {plan.ranks}; got rank {rank}.")
-    exchanged = np.zeros((plan.stages, 2), bool)
-    exchanged[: len(plan.traffic.by_stage)] = plan.traffic.by_stage > 0
-    held, buffer_rows, placing = _holdings(plan, rank)
-    moves = _cargos(plan, plan.moves, rank, held, exchanged[:, 0])
-    returns = _cargos(plan, plan.returns, rank, held, exchanged[:, 1], landing=True)
-    tiles = _addressed(plan.tiles[plan.tiles[:, 0] == rank], held, plan.stages)
+    kv_moves, kv_returns, keys, rows = _kind(plan, rank, KV)
+    q_moves, q_returns, queries, q_rows = _kind(plan, rank, Q)
+    tiles = _addressed(plan.tiles[plan.tiles[:, 0] == rank], queries, keys, plan.stages)
     stages = [
-        Stage(tiles=tiles[s], moves=move and replace(move, placing=placing[s]), returns=back)
-        for s, (move, back) in enumerate(zip(moves, returns, strict=True))
+        Stage(tiles=at, moves=move, returns=back, q_moves=q_move, q_returns=q_back)
+        for at, move, back, q_move, q_back in zip(tiles, kv_moves, kv_returns, q_moves, q_returns, strict=True)
     ]
-    return Program(stages=stages, tokens=buffer_rows[0], buffer_rows=buffer_rows)
+    return Program(stages=stages, buffer_rows=rows, q_rows=q_rows)
 
 
-def _holdings(plan: AttentionPlan, rank: int) -> tuple[Int64, list[int], list[Int64 | None]]:
-    """All intervals the rank ever has, int64[n, 4] = (start, stop, buffer, first row), by start; rows of each buffer; and
-    for each stage which of the rows that arrive comes where in its buffer."""
-    arriving = plan.moves[plan.moves[:, 3] == rank]
+def _kind(plan: AttentionPlan, rank: int, kind: int) -> tuple[list[Cargo | None], list[Cargo | None], Int64, list[int]]:
+    """Of KV or Q rows: what is exchanged before and after each stage, where rows are, and rows of each buffer."""
+    exchanged = np.zeros((plan.stages, 2), bool)
+    by_stage = plan.traffic.of(kind)[0]
+    exchanged[: len(by_stage)] = by_stage > 0
+    routes = [x[x[:, 1] == kind] for x in (plan.moves, plan.returns)]
+    held, rows, placing = _holdings(plan, routes[0], rank)
+    moves = _cargos(plan, routes[0], rank, held, exchanged[:, 0])
+    placed = [move and replace(move, placing=order) for move, order in zip(moves, placing, strict=True)]
+    return placed, _cargos(plan, routes[1], rank, held, exchanged[:, 1], landing=True), held, rows
+
+
+def _home(plan: AttentionPlan, rank: int) -> Int64:
+    """(start, stop) of what the rank holds, in virtual positions, int64[n, 2]."""
+    home, G = plan.home_of(rank), plan.head_groups
+    return np.tile(home, (G, 1)) + np.repeat(np.arange(G) * plan.tokens, len(home))[:, None]
+
+
+def _holdings(plan: AttentionPlan, moves: Int64, rank: int) -> tuple[Int64, list[int], list[Int64 | None]]:
+    """All intervals of a kind that the rank ever has, int64[4, n] = (start, stop, buffer, first row), by start; rows of each
+    buffer; and for each stage which of the rows that arrive comes where in its buffer."""
+    arriving = moves[moves[:, 3] == rank]
     # Stable: within a stage by sender, and then as listed, which is the order in which the sender packs them.
     arriving = arriving[np.lexsort((arriving[:, 2], arriving[:, 0]))]
     placed = np.lexsort((arriving[:, 4], arriving[:, 0]))
-    home = plan.home_of(rank)
+    home = _home(plan, rank)
     intervals = np.concatenate([home, arriving[placed, 4:]])
     buffer = np.concatenate([np.zeros(len(home), np.int64), arriving[placed, 0]])
     lengths = intervals[:, 1] - intervals[:, 0]
@@ -109,14 +134,14 @@ def expanded(start: Int64, lengths: Int64) -> Int64:
     return np.arange(lengths.sum()) + np.repeat(start - (np.cumsum(lengths) - lengths), lengths)
 
 
-def _addressed(tiles: Int64, held: Int64, stages: int) -> list[list[tuple[int, Int64]]]:
-    """For each stage, tiles of addresses by buffer of their keys."""
-    out = _cut(np.ascontiguousarray(tiles), held)
-    out = out[np.lexsort((out[:, 1], out[:, 0]))]
-    by_stage: list[list[tuple[int, Int64]]] = [[] for _ in range(stages)]
-    cuts = np.flatnonzero((np.diff(out[:, 0]) != 0) | (np.diff(out[:, 1]) != 0)) + 1
+def _addressed(tiles: Int64, queries: Int64, keys: Int64, stages: int) -> list[list[tuple[int, int, Int64]]]:
+    """For each stage, tiles of addresses by buffers of their queries and keys."""
+    out = _cut(np.ascontiguousarray(tiles), queries, keys)
+    out = out[np.lexsort((out[:, 2], out[:, 1], out[:, 0]))]
+    by_stage: list[list[tuple[int, int, Int64]]] = [[] for _ in range(stages)]
+    cuts = np.flatnonzero(np.any(np.diff(out[:, :3], axis=0) != 0, axis=1)) + 1
     for part in np.split(out, cuts) if len(out) else []:
-        by_stage[part[0, 0]].append((int(part[0, 1]), join(part[:, 2:])))
+        by_stage[part[0, 0]].append((int(part[0, 1]), int(part[0, 2]), join(part[:, 3:])))
     return by_stage
 
 
@@ -175,26 +200,30 @@ def _find(start, position):
 
 
 @njit(nogil=True, cache=True)
-def _cut(tiles, held):
-    """Tiles cut where rows stop lying side by side: int64[n, 8], (stage, buffer, q0, q1, k0, k1, lo, hi) in addresses."""
-    start, stop, buffer, first = held
-    out = np.empty((2 * len(tiles) + 8, 8), np.int64)
+def _cut(tiles, queries, keys):
+    """Tiles cut where rows stop lying side by side: int64[n, 9], (stage, buffers of queries and keys, q0, q1, k0, k1, lo, hi)
+    in addresses."""
+    q_start, q_stop, q_buffer, q_first = queries
+    start, stop, buffer, first = keys
+    out = np.empty((2 * len(tiles) + 8, 9), np.int64)
     n = 0
     for i in range(len(tiles)):
         _, stage, q0, q1, k0, k1, lo, hi = tiles[i]
-        y = max(_find(start, q0), 0)
+        y = max(_find(q_start, q0), 0)
         x0 = max(_find(start, k0), 0)
-        while y < len(start) and start[y] < q1:
-            qa, qb, dq = max(q0, start[y]), min(q1, stop[y]), first[y] - start[y]
+        while y < len(q_start) and q_start[y] < q1:
+            qa, qb, dq = max(q0, q_start[y]), min(q1, q_stop[y]), q_first[y] - q_start[y]
             x = x0
             while qa < qb and x < len(start) and start[x] < k1:
                 ka, kb, dk = max(k0, start[x]), min(k1, stop[x]), first[x] - start[x]
                 if ka < kb:
                     if n == len(out):
-                        larger = np.empty((2 * n, 8), np.int64)
+                        larger = np.empty((2 * n, 9), np.int64)
                         larger[:n] = out
                         out = larger
-                    out[n] = (stage, buffer[x], qa + dq, qb + dq, ka + dk, kb + dk, lo + dq - dk, hi + dq - dk)
+                    shift = dq - dk
+                    out[n, :3] = (stage, q_buffer[y], buffer[x])
+                    out[n, 3:] = (qa + dq, qb + dq, ka + dk, kb + dk, lo + shift, hi + shift)
                     n += 1
                 x += 1
             y += 1

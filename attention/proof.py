@@ -12,6 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from .bands import trimmed
+from .traffic import KV
+
 Int64 = npt.NDArray[np.int64]
 
 NEVER = np.int64(1 << 40)
@@ -54,29 +57,49 @@ def arrivals(owner: Int64, moves: Int64, ranks: int, only: int | None = None) ->
     return arrival
 
 
-def tiles_are_fed(tiles: Int64, owner: Int64, arrival: Int64, computing: Iterable[int]) -> None:
-    """Every tile is computed by a rank that holds its queries at home and has its keys by its stage."""
+def in_groups(tiles: Int64, tokens: int, groups: int) -> Int64:
+    """The tiles with what no pair of theirs needs cut away, those without a pair left out; each lies in one head group."""
     if len(tiles) == 0:
-        return
+        return tiles
+    low, high = tiles[:, [1, 2, 4]].min(), tiles[:, [3, 5]].max()
+    if low < 0 or high > tokens * groups:
+        size = f"{tokens} tokens" if groups == 1 else f"{groups} x {tokens} tokens of {groups} head groups"
+        raise ValueError(f"Tiles reach from {low} to {high}, outside of the {size}.")
+    cut = _trimmed(tiles)
+    cut = cut[cut[:, 2] < cut[:, 3]]
+    group = (cut[:, 2:6] - np.array([0, 1, 0, 1])) // max(tokens, 1)
+    across = np.any(group != group[:, :1], axis=1)
+    if np.any(across):
+        rank, stage, q0, q1, k0, k1 = cut[np.argmax(across), :6]
+        raise ValueError(
+            f"Stage {stage}, rank {rank}, tile [{q0}, {q1}) x [{k0}, {k1}) is not of one of the {groups} head groups of "
+            f"{tokens} tokens each."
+        )
+    return cut
+
+
+def tiles_are_fed(tiles: Int64, owner: Int64, arrival: list[Int64], computing: Iterable[int]) -> None:
+    """Every tile is computed by a rank that has its queries and its keys by its stage. arrival: of KV and of Q rows."""
     if not set(np.unique(tiles[:, 0]).tolist()) <= set(computing):
         raise ValueError(f"Tiles of ranks {np.unique(tiles[:, 0])}, but those of {list(computing)} only are expected.")
-    low, high = tiles[:, [1, 2, 4]].min(), tiles[:, [3, 5]].max()
-    if low < 0 or high > len(owner):
-        raise ValueError(f"Tiles reach from {low} to {high}, outside of the {len(owner)} tokens.")
-    bad, position, is_query = _fed(tiles, owner, arrival)
+    bad, position, is_query = _fed(tiles, *arrival)
     if bad >= 0:
         rank, stage, q0, q1, k0, k1 = tiles[bad, :6]
-        what = f"query {position} is not at home there" if is_query else f"key {position} has not arrived"
+        late = (
+            "has not arrived" if arrival[is_query][rank, position] < NEVER else "is not at home there and never arrives"
+        )
+        what = f"query {position} {late}" if is_query else f"key {position} has not arrived"
         raise ValueError(f"Stage {stage}, rank {rank}, tile [{q0}, {q1}) x [{k0}, {k1}): {what}.")
 
 
-def gradients_return(tiles: Int64, returns: Int64, owner: Int64, arrival: Int64, computing: Iterable[int]) -> None:
-    """Each row that a rank attends to and does not hold sends its gradient home once, after its last use."""
-    _in_range(returns, len(arrival), len(owner), "return")
-    used = np.full(arrival.shape, -1, np.int64)
-    _last_use(tiles, used)
+def rows_return(tiles: Int64, returns: Int64, kind: int, owner: Int64, ranks: int, computing: Iterable[int]) -> None:
+    """Each row of a kind that a rank uses and does not hold goes home once, after its last use; no other row does."""
+    result = "its gradient" if kind == KV else "its output"
+    _in_range(returns, ranks, len(owner), "return")
+    used = np.full((ranks, len(owner)), -1, np.int64)
+    _last_use(tiles, 4 if kind == KV else 2, used)
     used[owner, np.arange(len(owner))] = -1
-    back = np.full(arrival.shape, -1, np.int64)
+    back = np.full(used.shape, -1, np.int64)
     for stage, _, src, dst, start, stop in returns:
         if np.any(owner[start:stop] != dst):
             raise ValueError(f"Stage {stage}: [{start}, {stop}) returns to rank {dst}, which is not its home.")
@@ -89,9 +112,17 @@ def gradients_return(tiles: Int64, returns: Int64, owner: Int64, arrival: Int64,
         if np.any(wrong):
             row = int(np.argmax(wrong))
             raise ValueError(
-                f"Rank {rank} uses row {row} last in stage {used[rank, row]} and returns its gradient in stage "
-                f"{back[rank, row]} (-1: never)."
+                f"Rank {rank} uses {'KV' if kind == KV else 'Q'} row {row} last in stage {used[rank, row]} and returns "
+                f"{result} in stage {back[rank, row]} (-1: never)."
             )
+
+
+def moved(moves: Int64, tokens: int) -> npt.NDArray[np.bool_]:
+    """Which rows are moved anywhere, bool[tokens]."""
+    away = np.zeros(tokens, bool)
+    for start, stop in moves[:, 4:]:
+        away[start:stop] = True
+    return away
 
 
 def traffic_is_known(rank: int, by_stage: Int64, by_rank: Int64, known_stage: Int64, known_rank: Int64) -> None:
@@ -130,21 +161,30 @@ def _arrive(moves, arrival, only):
 
 
 @njit(nogil=True, cache=True)
-def _fed(tiles, owner, arrival):
+def _trimmed(tiles):
+    out = tiles.copy()
+    for i in range(len(tiles)):
+        t = out[i]
+        t[2], t[3], t[4], t[5], t[6], t[7] = trimmed(t[2], t[3], t[4], t[5], t[6], t[7])
+    return out
+
+
+@njit(nogil=True, cache=True)
+def _fed(tiles, keys, queries):
     for i in range(len(tiles)):
         rank, stage = tiles[i, 0], tiles[i, 1]
         for row in range(tiles[i, 2], tiles[i, 3]):
-            if owner[row] != rank:
+            if queries[rank, row] > stage:
                 return i, row, True
         for row in range(tiles[i, 4], tiles[i, 5]):
-            if arrival[rank, row] > stage:
+            if keys[rank, row] > stage:
                 return i, row, False
     return -1, -1, False
 
 
 @njit(nogil=True, cache=True)
-def _last_use(tiles, used):
+def _last_use(tiles, column, used):
     for i in range(len(tiles)):
         rank, stage = tiles[i, 0], tiles[i, 1]
-        for row in range(tiles[i, 4], tiles[i, 5]):
+        for row in range(tiles[i, column], tiles[i, column + 1]):
             used[rank, row] = max(used[rank, row], stage)

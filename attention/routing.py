@@ -29,9 +29,8 @@ from numba import njit
 from .bands import NO_LIMIT as NO_LIMIT
 from .bands import trimmed
 from .plan import KV, AttentionPlan, Int64
+from .plan import Q as Q
 
-Q = 1
-"""The kind of a move of queries."""
 _NAMES = {KV: "key", Q: "query"}
 
 

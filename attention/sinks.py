@@ -39,7 +39,8 @@ def with_sinks(out_THV: Tensor, lse_TH: Tensor, sinks_H: Tensor) -> tuple[Tensor
 
 
 def sink_gradients(sinks_H: Tensor, dout_THV: Tensor, out_THV: Tensor, lse_TH: Tensor) -> Tensor:
-    """→ [H], from the out and lse that have the sinks counted."""
+    """→ [H], from the out and lse that have the sinks counted; [T, H] where each row has sinks of its own."""
     dtype = lse_TH.dtype
     weight = torch.exp(sinks_H.to(dtype) - lse_TH)
-    return -(weight * (dout_THV.to(dtype) * out_THV.to(dtype)).sum(-1)).sum(0).to(sinks_H.dtype)
+    grads = -(weight * (dout_THV.to(dtype) * out_THV.to(dtype)).sum(-1))
+    return (grads.sum(0) if sinks_H.ndim == 1 else grads).to(sinks_H.dtype)

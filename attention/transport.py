@@ -1,13 +1,13 @@
-"""What moves between ranks while attention is computed: KV onward, gradients home; always one exchange under way.
+"""What moves between ranks while attention is computed: KV and Q onward, what came of them home; the next always under way.
 
-Each stage of a plan is one exchange with uneven splits (groups.py says over what); K and V of a row travel side by side,
-[rows, K·D + K·V]. Tensors that are being sent are held until they have left.
+Each stage of a plan is one exchange of a kind of rows, with uneven splits (groups.py says over what); all that travels of a
+row travels side by side, K and V as [rows, K·D + K·V]. Tensors that are being sent are held until they have left.
 """
 
-# S rows of a buffer, K key heads, D head dim, V that of values.
+# S rows of a buffer.
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -15,29 +15,29 @@ import torch
 from torch import Tensor
 
 from .groups import Group, Work
-from .kernels.contract import Rows, add_, rows_of, take
+from .kernels.contract import Rows, rows_of, take
 from .plan import Int64
 from .program import Cargo
 
-Pair: TypeAlias = tuple[Tensor, Tensor]
-"""K and V, or dK and dV, [S, K, D] and [S, K, V]."""
+Parts: TypeAlias = tuple[Tensor, ...]
+"""What belongs to the rows of a buffer, [S, …] each: K and V, say, or their gradients."""
 
 
-def side_by_side(pair: Pair, rows: Rows, dtype: torch.dtype) -> Tensor:
-    """Some rows as they travel, [rows, K·D + K·V]."""
-    return torch.cat([take(x, rows).to(dtype).flatten(1) for x in pair], dim=1)
+def side_by_side(parts: Parts, rows: Rows, dtype: torch.dtype) -> Tensor:
+    """Some rows as they travel, [rows, values of all parts]."""
+    return torch.cat([take(x, rows).to(dtype).flatten(1) for x in parts], dim=1)
 
 
-def apart(rows: Tensor, like: Pair) -> Pair:
-    """Rows that came as keys and values again, views with the heads and dims of `like`."""
-    (K, D), (_, V) = like[0].shape[1:], like[1].shape[1:]
-    k, v = rows.split([K * D, K * V], dim=1)
-    return k.unflatten(1, (K, D)), v.unflatten(1, (K, V))
+def apart(rows: Tensor, like: Parts) -> Parts:
+    """Rows that came side by side as parts again, views with the heads and dims of `like`."""
+    shapes = [x.shape[1:] for x in like]
+    columns = rows.split([shape.numel() for shape in shapes], dim=1)
+    return tuple(part.unflatten(1, shape) for part, shape in zip(columns, shapes, strict=True))
 
 
-def no_rows(like: Pair, dtype: torch.dtype) -> Tensor:
+def no_rows(like: Parts, dtype: torch.dtype) -> Tensor:
     """What travels where there are none."""
-    return like[0].new_empty((0, sum(x.shape[1] * x.shape[2] for x in like)), dtype=dtype)
+    return like[0].new_empty((0, sum(x.shape[1:].numel() for x in like)), dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,21 +94,17 @@ class Travelling:
         order = self.freight.placing
         return self.received if order is None else self.received.index_select(0, order)
 
-    def land(self, home: Pair) -> Pair:
-        """Gradients at home with those that come back added, sender by sender."""
-        dk, dv = (x.to(self.received.dtype) for x in home)
+    def landings(self, like: Parts) -> Iterator[tuple[Rows, Parts]]:
+        """For a return, once it is there: the rows at home and what comes for them, sender by sender."""
         for rows, part in zip(self.freight.landing, self.wait().split(self.freight.receive_splits), strict=True):
             if len(part):
-                dk_part, dv_part = apart(part, home)
-                add_(dk, rows, dk_part)
-                add_(dv, rows, dv_part)
-        return dk, dv
+                yield rows, apart(part, like)
 
 
 class Journey:
-    """KV on its way through the stages of one layer: buffers while they are needed, the next one always under way.
+    """Rows on their way through the stages of one layer: buffers while they are needed, the next one always under way.
 
-    moves: the exchange before each stage. read_until: the last stage in which a received buffer is read or sent on.
+    moves: the exchange before each stage. home: what travels of the rows here, of one dtype. read_until: the last stage in which a received buffer is read or sent on.
     kept: buffers received earlier, in which case nothing moves. following: what is to run next, over other heads; its
     first rows are sent off in this one's last stage.
     """
@@ -117,7 +113,7 @@ class Journey:
         self,
         moves: list[Freight | None],
         read_until: Mapping[int, int],
-        home: Pair,
+        home: Parts,
         group: Group | None,
         kept: dict[int, Tensor] | None = None,
     ) -> None:
@@ -143,11 +139,9 @@ class Journey:
         """Drop what was received."""
         self.received = {}
 
-    def keys(self, buffer: int) -> Pair:
-        """K and V of a buffer."""
-        if buffer == 0:
-            return self.home
-        return apart(self.received[buffer], self.home)
+    def of(self, buffer: int) -> Parts:
+        """What a buffer holds."""
+        return self.home if buffer == 0 else apart(self.received[buffer], self.home)
 
     def _pick(self, buffer: int, rows: Rows) -> Tensor:
         if buffer > 0:

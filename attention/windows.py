@@ -17,6 +17,7 @@ import numpy as np
 
 from . import bands
 from .bands import Int64
+from .traffic import KV, Q
 
 
 def cut_tiles(tiles: Int64, window: int) -> Int64:
@@ -31,21 +32,25 @@ def cut_tiles(tiles: Int64, window: int) -> Int64:
 
 
 def cut_routes(tiles: Int64, moves: Int64, returns: Int64, ranks: int, tokens: int) -> tuple[Int64, Int64]:
-    """Moves and returns (int64[n, 6]) of the rows that tiles, everybody's, read. Each rank is sent a row once."""
-    read = np.zeros((ranks, tokens), bool)
-    for rank, _, _, _, k0, k1, _, _ in tiles.tolist():
-        read[rank, k0:k1] = True
-    kept_returns = [piece for route in returns.tolist() for piece in _pieces(route, read[route[2]])]
-    # What is sent on later is needed too, so the last stage comes first.
-    kept_moves = []
-    for route in moves[np.argsort(-moves[:, 0], kind="stable")].tolist():
-        pieces = _pieces(route, read[route[3]])
-        for piece in pieces:
-            read[piece[2], piece[4] : piece[5]] = True
-        kept_moves.append(pieces)
-    stages = np.argsort(np.argsort(-moves[:, 0], kind="stable"))
-    in_order = [piece for at in stages.tolist() for piece in kept_moves[at]]
-    return _routes(in_order), _routes(kept_returns)
+    """Moves and returns (int64[n, 6]) of the rows that tiles, everybody's, read. Each rank is sent a row once.
+
+    tokens: of the pack, times its head groups.
+    """
+    kept_moves: list[list[list[int]]] = [[] for _ in moves]
+    kept_returns: list[list[list[int]]] = [[] for _ in returns]
+    for kind, column in ((KV, 4), (Q, 2)):
+        read = np.zeros((ranks, tokens), bool)
+        for rank, start, stop in tiles[:, [0, column, column + 1]].tolist():
+            read[rank, start:stop] = True
+        for at in np.flatnonzero(returns[:, 1] == kind).tolist():
+            kept_returns[at] = _pieces(returns[at].tolist(), read[returns[at, 2]])
+        # What is sent on later is needed too, so the last stage comes first.
+        own = np.flatnonzero(moves[:, 1] == kind)
+        for at in own[np.argsort(-moves[own, 0], kind="stable")].tolist():
+            kept_moves[at] = _pieces(moves[at].tolist(), read[moves[at, 3]])
+            for piece in kept_moves[at]:
+                read[piece[2], piece[4] : piece[5]] = True
+    return tuple(_routes([piece for pieces in kept for piece in pieces]) for kept in (kept_moves, kept_returns))  # type: ignore[return-value]
 
 
 def _pieces(route: list[int], read: np.ndarray) -> list[list[int]]:

@@ -78,7 +78,7 @@ def calls(plan: AttentionPlan) -> int:
         handles = [
             cuda.prepare(tiles, program.tokens, program.buffer_rows[buffer], CPU, engine=cuda.TorchVarlen())
             for stage in program.stages
-            for buffer, tiles in stage.tiles
+            for _, buffer, tiles in stage.tiles
         ]
         most = max(most, sum(len(handle.calls) for handle in handles))
     return most

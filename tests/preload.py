@@ -13,7 +13,7 @@ from equipoise.attention.program import lower
 from equipoise.attention.ring import ring_plan
 from equipoise.packing.shards import zigzag
 
-for _buffer, _tiles in lower(ring_plan(zigzag([0, 9, 14], 2), ranks=(0, 1)), rank=1).stages[1].tiles:
+for _, _buffer, _tiles in lower(ring_plan(zigzag([0, 9, 14], 2), ranks=(0, 1)), rank=1).stages[1].tiles:
     batches(squares(_tiles), 8)
 
 for _name in ("static", "wlb", "vrsp"):

@@ -120,11 +120,12 @@ def assert_part(part: AttentionPlan, whole: AttentionPlan) -> None:
 
 
 def assert_same(one: Program, other: Program) -> None:
-    assert one.buffer_rows == other.buffer_rows and len(one.stages) == len(other.stages)
+    assert (one.buffer_rows, one.q_rows) == (other.buffer_rows, other.q_rows) and len(one.stages) == len(other.stages)
     for a, b in zip(one.stages, other.stages, strict=True):
-        assert [buffer for buffer, _ in a.tiles] == [buffer for buffer, _ in b.tiles]
-        assert all(np.array_equal(x, y) for (_, x), (_, y) in zip(a.tiles, b.tiles, strict=True))
-        for left, right in ((a.moves, b.moves), (a.returns, b.returns)):
+        assert [buffers for *buffers, _ in a.tiles] == [buffers for *buffers, _ in b.tiles]
+        assert all(np.array_equal(x[-1], y[-1]) for x, y in zip(a.tiles, b.tiles, strict=True))
+        for name in ("moves", "returns", "q_moves", "q_returns"):
+            left, right = getattr(a, name), getattr(b, name)
             assert (left is None) == (right is None)
             if left is not None and right is not None:
                 assert left.send_splits == right.send_splits and left.receive_splits == right.receive_splits

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from equipoise.attention import executor
+from equipoise.attention import executor, totals
 from equipoise.attention.groups import CpGroups, Group, Work
 from equipoise.attention.plan import AttentionPlan
 from torch import Tensor
@@ -69,7 +69,7 @@ def without_merge(rank: int, world: int, case: Case, merge: Callable | None) -> 
     groups = CpGroups(1, world)
     with pytest.MonkeyPatch.context() as patch:
         if merge is not None:
-            patch.setattr(executor, "merge_", merge)
+            patch.setattr(totals, "merge_", merge)
         result = run(rank, world, case, case.plan(tuple(range(world)), rank), groups)
     groups.close()
     return result

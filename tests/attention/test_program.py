@@ -46,7 +46,7 @@ def travel(plan: AttentionPlan, programs: list[Program]) -> list[dict[int, np.nd
 def pairs_of(program: Program, buffers: dict[int, np.ndarray]) -> list[tuple[int, int]]:
     pairs = []
     for stage in program.stages:
-        for buffer, tiles in stage.tiles:
+        for _, buffer, tiles in stage.tiles:
             for q0, q1, k0, k1, lo, hi in tiles.tolist():
                 near = [(q, k) for q in range(q0, q1) for k in range(k0, k1) if lo <= q - k <= hi]
                 pairs += [(int(buffers[0][q]), int(buffers[buffer][k])) for q, k in near]
@@ -96,7 +96,7 @@ def test_rows_from_several_senders_are_placed_in_the_order_of_the_pack(shards, c
 
 def test_local_chunks_of_a_document_become_one_tile():
     program = lower(ring_plan(zigzag([0, 16, 40], 2), (0, 1)), 0)
-    assert [len(tiles) for stage in program.stages for _, tiles in stage.tiles] == [2, 2]
+    assert [len(tiles) for stage in program.stages for *_, tiles in stage.tiles] == [2, 2]
 
 
 def test_the_plan_of_another_rank_is_refused():

@@ -13,12 +13,13 @@ from functools import cache
 import numpy as np
 import torch
 import torch.distributed as dist
-from equipoise.attention.executor import attend, prepare, run_forward
+from equipoise.attention.executor import attend
 from equipoise.attention.gather import gather_plan
 from equipoise.attention.groups import CpGroups
 from equipoise.attention.kernels.contract import Scores, kernel_for
 from equipoise.attention.program import lower
 from equipoise.attention.ring import ring_plan
+from equipoise.attention.stages import prepare, run_forward
 from equipoise.packing.shards import contiguous, from_pieces, zigzag
 
 
