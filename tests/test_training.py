@@ -32,6 +32,9 @@ RECIPES += [
     recipe("static", shard="striped", attend="ulysses"),
 ]
 RECIPES += [recipe("static", pack="concat", shard="zigzag_sequence"), recipe("vrsp", attend="ring")]
+# Ulysses inside: pairs of neighbours, which must divide cp where every group has that size.
+RECIPES += [recipe("dynamic_cp", ulysses=2), recipe("flexsp", attend="direct", ulysses=2)]
+INSIDE = [recipe("static", ulysses=2), recipe("skrull", attend="gather", ulysses=2)]
 
 
 def documents(cp: int, masked: str) -> list[dict]:
@@ -137,7 +140,7 @@ def all_cases(rank: int, world: int, dp: int, cp: int, wrap: str) -> list[tuple[
     register_attention(CpGroups(dp, cp))
     mesh, group = init_device_mesh("cpu", (world,)), dist.new_group(backend="gloo") if world > 1 else None
     results = []
-    for chosen in RECIPES:
+    for chosen in RECIPES + (INSIDE if cp % 2 == 0 else []):
         for masked in ("some", "ranks"):
             rows = documents(cp, masked)
             loader = BalancedLoader(
