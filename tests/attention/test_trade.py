@@ -14,6 +14,8 @@ import torch
 from equipoise.attention.counting import Counter
 from equipoise.attention.executor import attend
 from equipoise.attention.groups import CpGroups
+from equipoise.attention.kernels import cuda
+from equipoise.attention.program import lower
 from equipoise.attention.ulysses import UlyssesPlan, ulysses_plan
 from equipoise.packing.shards import Shards, divided
 
@@ -227,6 +229,31 @@ def test_what_moves_between_groups_is_what_a_ring_of_groups_moves():
 def _nothing_moves(shards, ranks, rank):
     plan = PLANNERS["ring"](shards, ranks, rank)
     return replace(plan, moves=plan.moves[:0], returns=plan.returns[:0], known=None)
+
+
+# ---- Few kernel calls. ----
+
+
+@pytest.mark.parametrize("kind", OUTERS)
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "striped"])
+def test_a_thousand_documents_take_at_most_four_varlen_calls_a_stage(layout, kind):
+    """Of a plan alone and between groups of two, of Ulysses alone: rows of several senders lie in the order of the pack."""
+    draw = np.random.default_rng(0)
+    tokens = np.where(draw.random(1000) < 0.01, draw.integers(200, 900, 1000), draw.integers(1, 30, 1000))
+    case = Inside(lengths=tuple(tokens.tolist()), layout=layout, kind=kind)
+    most = []
+    for cp, degree in ((8, 1), (8, 2), (8, 8)):
+        split = replace(case, degree=degree)
+        for rank in range(0, cp, 3):
+            plan = split.plan(tuple(range(cp)), rank).outer
+            program = lower(plan, rank // degree)
+            for stage in program.stages:
+                calls = 0
+                for *_, buffer, tiles in stage.tiles:
+                    rows = program.tokens, program.buffer_rows[buffer]
+                    calls += len(cuda.prepare(tiles, *rows, torch.device("cpu"), engine=cuda.TorchVarlen()).calls)
+                most.append(calls)
+    assert max(most) <= 4
 
 
 # ---- What is refused. ----
