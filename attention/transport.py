@@ -4,7 +4,7 @@ Each stage of a plan is one exchange of a kind of rows, with uneven splits (grou
 row travels side by side, K and V as [rows, K·D + K·V]. Tensors that are being sent are held until they have left.
 """
 
-# S rows of a buffer.
+# S rows of a buffer, K key heads, D head dim, V that of values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +19,8 @@ from .kernels.contract import Rows, rows_of, take
 from .plan import Int64
 from .program import Cargo
 
+Pair: TypeAlias = tuple[Tensor, Tensor]
+"""K and V, or dK and dV, [S, K, D] and [S, K, V]."""
 Parts: TypeAlias = tuple[Tensor, ...]
 """What belongs to the rows of a buffer, [S, …] each: K and V, say, or their gradients."""
 
