@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from equipoise.attention.agreement import words
 from equipoise.attention.counting import Counter
 from equipoise.attention.executor import attend
 from equipoise.attention.groups import CpGroups
@@ -294,6 +295,14 @@ def test_a_rank_with_another_plan_is_found_on_all_ranks(ranks):
     for said in ranks.run(disagreeing, 6, changes):
         for change, text in zip(changes, said, strict=True):
             assert "All ranks of a plan must run the same one" in text, (change, text)
+
+
+def test_turns_and_stages_between_groups_are_agreed_on():
+    plan = Inside(lengths=(19, 7), kind="gather").plan(tuple(range(6)), 0)
+    known = plan.outer.traffic
+    in_turns, later = replace(plan.outer, head_chunks=2), replace(known, by_stage=known.by_stage[::-1].copy())
+    for outer in (in_turns, replace(plan.outer, known=later)):
+        assert words(replace(plan, outer=outer), 0, "")[0] != words(plan, 0, "")[0]
 
 
 def too_few_heads(rank: int, world: int) -> str:
