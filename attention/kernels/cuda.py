@@ -175,7 +175,7 @@ def check(q_THD: Tensor, v_SKV: Tensor, scores: Scores, engine: Engine | None = 
 
 def prepare(tiles: Int64, num_q: int, num_k: int, device: torch.device, engine: Engine | None = None) -> CudaHandle:
     """Cut tiles (int64[m, 6] of addresses) into segments, group them into varlen calls, make their index tensors."""
-    pieces = segments(tiles)
+    pieces = _alike(segments(tiles))
     pieces = pieces[np.lexsort((pieces[:, 2], pieces[:, 0]))]
     windows, kind = np.unique(pieces[:, 4:], axis=0, return_inverse=True)
     # Neither query nor key rows twice in a call: results and gradients are then copied by unique indices.
@@ -272,6 +272,14 @@ def _installed() -> Engine:
 
 def _packed(rows: Rows, x: Tensor) -> Tensor:
     return take(x, rows).contiguous()
+
+
+def _alike(pieces: Int64) -> Int64:
+    """Single queries that see all their keys count as causal where others are, so that they share a call."""
+    causal = (pieces[:, 4:] == (-1, 0)).all(axis=1)
+    single = (pieces[:, 1] - pieces[:, 0] == 1) & (pieces[:, 4:] == (-1, -1)).all(axis=1)
+    pieces[single & causal.any(), 5] = 0
+    return pieces
 
 
 def _expanded(start: Int64, stop: Int64) -> Int64:

@@ -262,6 +262,14 @@ def test_a_thousand_documents_are_few_varlen_calls():
 # ---- Choosing. ----
 
 
+def test_documents_of_one_token_share_the_call_of_the_others():
+    """Such a token sees all its keys, which is causal as well as full."""
+    start = np.array([0, 1, 5, 6])
+    tiles = np.column_stack([start, [1, 5, 6, 9], start, [1, 5, 6, 9], np.zeros(4), np.full(4, bands.NO_LIMIT)])
+    handle = cuda.prepare(tiles.astype(np.int64), 9, 9, torch.device("cpu"), cuda.TorchVarlen())
+    assert len(handle.calls) == 1 and handle.whole
+
+
 def test_a_backend_is_chosen_by_device_or_by_name():
     assert kernel_for(CPU) is cpu and kernel_for(CPU, "reference") is reference
     assert kernel_for(torch.device("cuda")) is cuda
