@@ -141,7 +141,9 @@ def _addressed(tiles: Int64, queries: Int64, keys: Int64, stages: int) -> list[l
     by_stage: list[list[tuple[int, int, Int64]]] = [[] for _ in range(stages)]
     cuts = np.flatnonzero(np.any(np.diff(out[:, :3], axis=0) != 0, axis=1)) + 1
     for part in np.split(out, cuts) if len(out) else []:
-        by_stage[part[0, 0]].append((int(part[0, 1]), int(part[0, 2]), join(part[:, 3:])))
+        # Where a tile was cut there may be pieces without a pair, whose rows need not be there.
+        if len(joined := join(part[:, 3:])):
+            by_stage[part[0, 0]].append((int(part[0, 1]), int(part[0, 2]), joined))
     return by_stage
 
 
