@@ -140,6 +140,7 @@ def attend_batch_by_name(rank: int, ranks: int, case: Case, name: str) -> list[T
     qkv = torch.stack([q, k, v], 2).requires_grad_()
     function = getattr(names, f"{name}_flash_attn_qkvpacked_func")
     out, lse, _ = function(qkv, causal=True, return_attn_probs=True)
+    assert out.shape == q.shape and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     out.backward(dout)
     grads = (x.flatten(0, 1) for x in qkv.grad.unbind(2))
     return [out.detach().flatten(0, 1), *grads, lse.transpose(0, 1).flatten(1, 2)]
