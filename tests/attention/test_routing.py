@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from equipoise.attention import routing as module
 from equipoise.attention.bands import NO_LIMIT
-from equipoise.attention.plan import KV
+from equipoise.attention.plan import KV, Q
 from equipoise.attention.ring import ring_plan
-from equipoise.attention.routing import Q, direct, part_of
+from equipoise.attention.routing import direct, part_of
 from equipoise.packing.shards import contiguous
 from hypothesis import given
 from hypothesis import strategies as st
