@@ -24,7 +24,7 @@ ask torch for one thread where they matter; a GPU's are not seen.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,9 @@ class Counts:
     bytes_sent: int = 0
     """To other ranks."""
     bytes_received: int = 0
+    q_bytes_sent: int = 0
+    """Of those, what is of queries that an AttentionPlan moves: q, O, LSE and their gradients."""
+    q_bytes_received: int = 0
     pairs: int = 0
     """(query, key) pairs of forward kernel calls. Under Ulysses all pairs of the pack, for a share of the heads."""
     head_pairs: int = 0
@@ -93,13 +96,21 @@ class CountedGroup:
     counted: Group
     index: int
     counter: Counter
+    queries: bool = False
+    """What it exchanges is of queries."""
+
+    def of_queries(self) -> CountedGroup:
+        return replace(self, queries=True)
 
     def exchange(self, sent: Tensor, send: list[int], received: Tensor, receive: list[int]) -> Work:
         going, coming = (sum(rows) - rows[self.index] for rows in (send, receive))
+        out, into = going * _row_bytes(sent), coming * _row_bytes(received)
         self.counter.add(
             Counts(
-                bytes_sent=going * _row_bytes(sent),
-                bytes_received=coming * _row_bytes(received),
+                bytes_sent=out,
+                bytes_received=into,
+                q_bytes_sent=out * self.queries,
+                q_bytes_received=into * self.queries,
                 exchanges=int(going + coming > 0),
             )
         )

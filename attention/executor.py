@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .agreement import agree
+from .counting import CountedGroup
 from .groups import CpGroups, Group
 from .heads import Turn, from_groups, sinks_of_groups, to_groups, turns
 from .kernels.contract import Kernel, Scores, kernel_for, sum_dtype
@@ -126,7 +127,8 @@ def _attend(
     if G > 1:
         sinks = None if sinks is None else sinks_of_groups(sinks.to(sum_dtype(q.dtype)), len(q), G)
         q, k, v = (to_groups(x, G) for x in (q, k, v))
-    out = _Attend.apply(q, k, v, sinks, run, group, scores, keep, in_turns)
+    of_queries = group.of_queries() if isinstance(group, CountedGroup) else group
+    out = _Attend.apply(q, k, v, sinks, run, (group, of_queries), scores, keep, in_turns)
     return from_groups(out, G) if G > 1 else out
 
 
@@ -192,11 +194,11 @@ def _prepared(plan: AttentionPlan, index: int, kernel: Kernel, device: torch.dev
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, run, group, scores, keep, turns):
+    def forward(ctx, q, k, v, sinks, run, groups, scores, keep, turns):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        kept, parts = [Kept() for _ in turns], []
+        kept, parts, (group, of_queries) = [Kept() for _ in turns], [], groups
         journeys = _chained([run.journey((k[:, turn.kv], v[:, turn.kv]), group) for turn in turns])
-        queries = _chained([run.queries((q[:, turn.q],), group) for turn in turns])
+        queries = _chained([run.queries((q[:, turn.q],), of_queries) for turn in turns])
         for turn, journey, asking, buffers in zip(turns, journeys, queries, kept, strict=True):
             own_run, to_keep = _run_of(turn, run), buffers if keep else None
             own_sinks = None if sinks is None else sinks[..., turn.q]
@@ -207,7 +209,7 @@ class _Attend(torch.autograd.Function):
         received = [x for buffers in kept for x in (*buffers.kv.values(), *buffers.q.values())]
         ctx.save_for_backward(q, k, v, out, lse, *received, *([] if sinks is None else [sinks]))
         ctx.kept = [(list(buffers.kv), list(buffers.q)) for buffers in kept] if keep else None
-        ctx.run, ctx.group, ctx.scores, ctx.turns, ctx.has_sinks = run, group, scores, turns, sinks is not None
+        ctx.run, ctx.groups, ctx.scores, ctx.turns, ctx.has_sinks = run, groups, scores, turns, sinks is not None
         return out
 
     @staticmethod
@@ -215,7 +217,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, out, lse, *buffers = ctx.saved_tensors
         sinks = buffers.pop() if ctx.has_sinks else None
-        run, group, received = ctx.run, ctx.group, iter(buffers)
+        run, received, (group, of_queries) = ctx.run, iter(buffers), ctx.groups
         kept_kv: list[dict[int, Tensor] | None] = [None] * len(ctx.turns)
         kept_q = kept_kv.copy()
         for at, numbers in enumerate(ctx.kept or ()):
@@ -224,7 +226,7 @@ class _Attend(torch.autograd.Function):
         own = [(dout[:, turn.q], q[:, turn.q], out[:, turn.q], lse[turn.q]) for turn in ctx.turns]
         homes = [(k[:, turn.kv], v[:, turn.kv]) for turn in ctx.turns]
         journeys = _chained([run.journey(home, group, kv) for home, kv in zip(homes, kept_kv, strict=True)])
-        queries = _chained([queries_back(run, *x, group, ctx.kept is not None) for x in own])
+        queries = _chained([queries_back(run, *x, of_queries, ctx.kept is not None) for x in own])
         parts = []
         for at, turn in enumerate(ctx.turns):
             own_run = _run_of(turn, run)

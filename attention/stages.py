@@ -125,8 +125,8 @@ def run_forward(
                 kept.kv[buffer] = journey.received[buffer]
             if kept is not None and q_buffer > 0:
                 kept.q[q_buffer] = queries.of(q_buffer)[0]
-        coming = exchange(outputs, coming, stage.q_returns, journey.group)
-    exchange(outputs, coming, None, journey.group)
+        coming = exchange(outputs, coming, stage.q_returns, queries.group)
+    exchange(outputs, coming, None, queries.group)
     out, lse_TH = outputs.of(0)
     if sinks is not None:
         out, lse_TH = with_sinks(out, lse_TH, sinks)
@@ -170,7 +170,7 @@ def run_backward(
             q_sums.put(q_buffer, handle.q_rows, (dq,))
             kv_sums.put(buffer, handle.k_rows, (dk, dv))
         coming = exchange(kv_sums, coming, stage.returns, group)
-        q_coming = exchange(q_sums, q_coming, stage.q_returns, group)
+        q_coming = exchange(q_sums, q_coming, stage.q_returns, queries.group)
     exchange(kv_sums, coming, None, group)
-    exchange(q_sums, q_coming, None, group)
+    exchange(q_sums, q_coming, None, queries.group)
     return (*q_sums.of(0), *kv_sums.of(0))  # type: ignore[return-value]

@@ -31,8 +31,9 @@ from typing import Any
 import numpy as np
 
 from ..packing.shards import Shards, together
-from .plan import AttentionPlan, Int64, check_window
+from .plan import KV, AttentionPlan, Int64, Q, check_window
 from .ring import ring_plan
+from .traffic import bytes_moved
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,16 +128,18 @@ class UlyssesPlan:
         place, group = np.arange(P) % U, np.arange(P) // U
         shares = self.shares(heads, kv_heads)
         q = np.array([share.q1 - share.q0 for share in shares])
-        kv = np.array([share.k1 - share.k0 for share in shares]) * (dim + out_dim)
-        there, back = q * dim + kv, q * out_dim
+        kv_held = np.array([share.k1 - share.k0 for share in shares])
+        there, back = q * dim + kv_held * (dim + out_dim), q * out_dim
         if backward:
             there, back = back, there
         held = np.array([self.tokens_of(rank) for rank in range(P)])
         others = np.bincount(group, held).astype(np.int64)[group] - held
         inner = held * (there.sum() - there[place]) + back[place] * others
-        sent, _, returned, _ = self.outer.traffic.by_rank[:, group] * kv[place]
-        between = (returned * max(itemsize, 4) + (0 if keep else sent * itemsize)) if backward else sent * itemsize
-        return inner * itemsize + between
+        rows, G = [self.outer.traffic.of(kind)[1][:, group] for kind in (KV, Q)], self.outer.head_groups
+        traffic = replace(self.outer.traffic, by_rank=rows[KV], q_by_rank=rows[Q])
+        heads_here = q[place] // G, kv_held[place] // G
+        between = bytes_moved(traffic, *heads_here, dim, itemsize, value_dim, backward=backward, keep=keep)
+        return inner * itemsize + between[0].sum(0)
 
     def describe(self) -> str:
         groups = f" in groups of {self.degree}" if self.degree < len(self.ranks) else ""

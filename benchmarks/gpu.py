@@ -33,11 +33,12 @@ import numpy as np
 import torch
 from equipoise import CpGroups
 from equipoise.attention import bands
-from equipoise.attention.executor import attend, prepare
+from equipoise.attention.executor import attend
 from equipoise.attention.gather import gather_plan
 from equipoise.attention.kernels.contract import Scores, kernel_for
 from equipoise.attention.program import lower
 from equipoise.attention.ring import ring_plan
+from equipoise.attention.stages import prepare
 from equipoise.packing.shards import zigzag
 from torch import Tensor
 

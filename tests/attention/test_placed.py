@@ -86,6 +86,7 @@ def assert_as_planned(case: Placed, parts) -> None:
         index = plan.ranks.index(rank)
         for counts, said in ((ahead, forward), (back, backward)):
             assert [counts.bytes_sent, counts.bytes_received] == said[:, :, index].sum(1).tolist(), case
+            assert [counts.q_bytes_sent, counts.q_bytes_received] == said[:, Q, index].tolist(), case
         assert ahead.pairs == back.pairs_backward == turns * pairs[index]
 
 
