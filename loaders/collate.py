@@ -138,7 +138,7 @@ class ThdCollator:
             spans=Spans.concat([spec.spans, fillers]),
             document_tokens=np.concatenate([spec.document_tokens, none]),
         )
-        return spec, {name: [*values, *values[:1] * len(tokens)] for name, values in rows.items()}
+        return spec, {name: [*values, *[values[0]] * len(tokens)] for name, values in rows.items()}
 
 
 def _boundaries(spec: MicroBatch) -> tuple[np.ndarray, np.ndarray]:

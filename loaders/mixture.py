@@ -68,6 +68,12 @@ class Mixture:
             raise ValueError(
                 f"sources are mixed document by document, and documents of a group stay together; source {grouped[0]} has groups"
             )
+        masked = [number for number, part in enumerate(parts) if part.masks is not None]
+        if masked:
+            raise ValueError(
+                f"a mixture's documents are causal; source {masked[0]} has {parts[masked[0]].masks.kind} masks: "  # type: ignore[union-attr]
+                f"join the columns of all sources into one index by MaskColumns(...).lengths()"
+            )
         unknown = "labels" in self.column_names and any(part.targets is None for part in parts)
         return Lengths(
             tokens=np.concatenate([part.tokens for part in parts]),
@@ -81,14 +87,14 @@ class Mixture:
         """Columns of these documents, from whichever source each lies in: 1-D arrays, or one scalar per document."""
         numbers, offsets = np.asarray(documents, np.int64), self.blend.offsets
         source = np.searchsorted(offsets, numbers, side="right") - 1
-        out: Rows = {name: [None] * len(documents) for name in self.column_names}
+        out: dict[str, list[Any]] = {name: [None] * len(documents) for name in self.column_names}
         for number in np.unique(source).tolist():
             places = np.flatnonzero(source == number)
             rows = self._rows_of(number, (numbers[places] - offsets[number]).tolist())
             for name, values in out.items():
                 for place, value in zip(places.tolist(), rows[name], strict=True):
                     values[place] = value
-        return out
+        return dict(out)
 
     def _rows_of(self, number: int, documents: list[int]) -> Rows:
         """Columns of a source's documents, which it numbers from 0. Its errors name the source."""

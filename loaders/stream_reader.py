@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from .dataset import ON_ERROR, Rows
+from .dataset import ON_ERROR
 from .stream import Stream
 from .stream_document import Document, End, Failed, document_of
 from .wire import Bytes, decode, encode
@@ -195,7 +195,7 @@ class _Blocks(IterableDataset):
 
     def __iter__(self) -> Iterator[Block]:
         entries: list[tuple[int, tuple[int, int] | Failed | End]] = []
-        rows: Rows = {}
+        rows: dict[str, list[Any]] = {}
         held, since, kinds = 0, time.monotonic(), None
         for part, found in self.reads:
             size, columns = (found.nbytes, found.columns) if isinstance(found, Document) else (0, kinds)

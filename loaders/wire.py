@@ -12,6 +12,7 @@ were. Nothing is pickled. Encoding copies every value once; what is decoded are 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +25,7 @@ from .dataset import Rows
 Bytes = npt.NDArray[np.uint8]
 
 
-def encode(rows: Rows) -> Bytes:
+def encode(rows: Mapping[str, Sequence[Any]]) -> Bytes:
     """Columns of documents as uint8[bytes]; no documents make no bytes. Arrays must be 1-D numbers, others JSON's."""
     count = len(next(iter(rows.values()), []))
     if not count:
@@ -65,7 +66,7 @@ def decode(data: Bytes) -> Rows:
     with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
         batch = reader.read_next_batch()
     told: dict[str, Any] = json.loads(batch.schema.metadata[b"rows"])
-    rows: Rows = {name: told["scalars"].get(name) or [None] * told["count"] for name in told["columns"]}
+    rows: dict[str, list[Any]] = {name: told["scalars"].get(name) or [None] * told["count"] for name in told["columns"]}
     for (name, dtype), column in zip(told["fields"], batch.columns, strict=True):
         flat, offsets = column.values.to_numpy(), column.offsets.to_numpy().tolist()
         flat = flat.view(bool) if np.dtype(dtype).kind == "b" else flat
@@ -73,4 +74,4 @@ def decode(data: Bytes) -> Rows:
         for at, (begin, end) in enumerate(pairwise(offsets)):
             if there is None or there[at]:
                 rows[name][at] = flat[begin:end]
-    return rows
+    return dict(rows)

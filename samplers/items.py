@@ -129,7 +129,7 @@ class Items:
         stop = np.minimum(start + self.capacity, end)
         tokens = stop - start
         cut = tokens < rows.tokens
-        pairs = rows.pairs.copy()
+        pairs = rows.pairs.astype(np.int64)
         pairs[cut] = self.lengths.pairs_of_pieces(document[cut], start[cut], stop[cut])
         # The token behind a piece is known, so its last label is kept; a truncated document simply ends there.
         targets: np.ndarray | None = tokens - (stop == end)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from equipoise import BalancedBatchSampler, Lengths, PlannedDataset, ThdCollator, recipe
+from equipoise import BalancedBatchSampler, Lengths, MaskColumns, PlannedDataset, ThdCollator, recipe
 from equipoise.loaders.mixture import Mixture
 from equipoise.packing.blend import Blend
 from hypothesis import given, settings
@@ -121,6 +121,9 @@ def test_what_cannot_be_mixed_is_refused() -> None:
         Mixture([[[1]]], (1, 2))
     with pytest.raises(ValueError, match="documents of a group stay together; source 0 has groups"):
         Mixture([Known(tokens(0, [1, 2]), group=np.array([0, 0]))]).lengths()
+    masks = MaskColumns("prefix_lm", {"lengths": np.array([1, 2]), "prefix": 1}).lengths().masks
+    with pytest.raises(ValueError, match="documents are causal; source 0 has prefix_lm masks"):
+        Mixture([Known(tokens(0, [1, 2]), masks=masks, pairs=np.array([1, 3]))]).lengths()
     with pytest.raises(IndexError, match="documents 0 … 0; got -1"):
         Mixture([[[1]]])[-1]
 
