@@ -23,6 +23,8 @@ from equipoise.packing import mask_kinds as kinds
 from equipoise.packing.masks import Mask
 from torch import Tensor
 
+from tests.attention.oracle import relative
+
 Rng = np.random.Generator
 
 
@@ -108,7 +110,7 @@ def _plan(case: Placed, mask: Mask) -> AttentionPlan:
     owner = _owners(case, rng, mask)
     home = [_runs(np.flatnonzero(owner == rank)) for rank in range(P)]
     home = [pieces[rng.permutation(len(pieces))] for pieces in home]
-    tiles = _tiles(case, rng, mask.tiles_of_pack(), owner, T)
+    tiles = placed_tiles(case, rng, mask.tiles_of_pack(), owner, T)
     offsets, pieces = np.cumsum([0, *map(len, home)]), np.concatenate(home)
     if case.direct:
         moves, returns = direct(tiles, offsets, pieces, T, head_groups=case.groups)
@@ -142,7 +144,7 @@ def _owners(case: Placed, rng: Rng, mask: Mask) -> np.ndarray:
     return np.array(owner, np.int64)
 
 
-def _tiles(case: Placed, rng: Rng, mask: np.ndarray, owner: np.ndarray, tokens: int) -> np.ndarray:
+def placed_tiles(case: Placed, rng: Rng, mask: np.ndarray, owner: np.ndarray, tokens: int) -> np.ndarray:
     """The mask cut into blocks, each on some rank in some stage: in 0 only if all is at home there."""
     tiles = []
     edges = np.unique([0, *np.flatnonzero(np.diff(owner)) + 1, tokens])
@@ -272,3 +274,11 @@ def truth(case: Placed, compute: torch.dtype = torch.float64) -> list[Tensor]:
     if sinks is not None:
         out = out * torch.sigmoid(lse.T - sinks)[..., None]
     return [out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype))]
+
+
+NAMES = ("out", "dq", "dk", "dv", "d_sinks")
+
+
+def errors(case: Placed, parts: list[list[Tensor]]) -> dict[str, float]:
+    """Relative errors of the ranks' results."""
+    return {name: relative(a, b) for name, a, b in zip(NAMES, gathered(case, parts), truth(case), strict=False)}
