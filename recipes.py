@@ -20,6 +20,7 @@ pack into ``Shards`` (shard) and says how its ranks attend (attend).
 | ``vrsp``: Libra | best fit to a fixed length | VRSP | contiguous | Ulysses |
 | ``flexsp``: FlexSP | sequences | SP groups of unequal size | contiguous | Ulysses |
 | ``dynamic_cp``: Megatron-LM | sequences | CP groups of unequal size | zigzag | ring |
+| ``magi``: MagiAttention | best fit to a fixed length | in order, shuffled | chunks dealt out by area | group cast |
 
 WLB-LLM places its packs in order, since they are alike. Where one long document is worth several packs they are not, and
 in order is worse than no balancing at all: without queues, waiting per slot, 1.05–1.33 of ``static``'s seconds on three of
@@ -41,6 +42,8 @@ import numpy as np
 
 from .packing.cost import SEVEN_B, CostModel
 from .packing.dacp import dacp, dacp_costs, dacp_shards
+from .packing.dispatch import dispatch
+from .packing.dispatch_joint import joint
 from .packing.lengths import Lengths
 from .packing.mixed import mixed
 from .packing.packs import Spans
@@ -65,14 +68,17 @@ PLACES = {
 }
 # How a pack is sharded, and the attention that fits it.
 PLANS = ("ring", "direct", "gather")
+PLACED = (*PLANS, "groupcast")
 ATTENDS = {
-    "zigzag": (*PLANS, "ulysses", "none"),
-    "zigzag_sequence": (*PLANS, "ulysses", "none"),
-    "contiguous": (*PLANS, "ulysses", "none"),
-    "striped": (*PLANS, "ulysses", "none"),
-    "adaptive": (*PLANS, "none"),
-    "mixed": (*PLANS, "none"),
-    "dacp": (*PLANS, "none"),
+    "zigzag": (*PLACED, "ulysses", "none"),
+    "zigzag_sequence": (*PLACED, "ulysses", "none"),
+    "contiguous": (*PLACED, "ulysses", "none"),
+    "striped": (*PLACED, "ulysses", "none"),
+    "adaptive": (*PLACED, "none"),
+    "mixed": (*PLACED, "none"),
+    "dacp": (*PLACED, "none"),
+    "dispatch": (*PLACED, "none"),
+    "joint": (*PLACED, "none"),
     "whole": ("none",),
 }
 SEVEN_B_SHARDS = ShardCost.of(SEVEN_B, bytes_per_second=50e9)
@@ -97,9 +103,10 @@ class Recipe:
         place: ``in_order`` (shuffled, dealt out), ``vrsp``, ``chunkflow``, ``gds``, ``flexsp``, ``dynamic_cp``.
         shard: ``zigzag`` per document, ``zigzag_sequence``, ``contiguous``, ``striped``, ``adaptive`` (zigzag per document or
             per sequence, by kernel time), ``mixed`` (each document over as many ranks as pays), ``dacp`` (documents whole
-            where that is quicker), or ``whole`` (no context parallelism).
+            where that is quicker), ``dispatch`` (equal chunks dealt out by area), ``joint`` (balanced with as few bytes as we
+            find), or ``whole`` (no context parallelism).
         attend: ``ring`` (KV passed on from rank to rank), ``direct`` (straight from home to who needs it, in as many stages),
-            ``gather`` (the same in one stage), ``ulysses``, or ``none`` (the batch carries no plan: bring your own attention).
+            ``gather`` (the same in one stage), ``groupcast`` (in stages chosen by cost), ``ulysses``, or ``none`` (the batch carries no plan: bring your own attention).
         options: ``WlbQueues`` (documents may wait for company; None: they never do), ``ChunkFlow``, ``FlexSp`` or
             ``DynamicCp``, ``Vrsp`` (None: their defaults).
         shard_cost: what attention over a pack costs a rank, for ``adaptive`` and ``mixed``; None: that of a dense 7B over
@@ -234,6 +241,8 @@ class Recipe:
             return striped(cu_seqlens, cp_size)
         if self.shard == "adaptive":
             return adaptive(cu_seqlens, cp_size, self.shard_cost or SEVEN_B_SHARDS)
+        if self.shard in ("dispatch", "joint"):
+            return (dispatch if self.shard == "dispatch" else joint)(cu_seqlens, cp_size, max_tokens=max_tokens)
         if self.shard == "mixed":
             return mixed(cu_seqlens, cp_size, self.shard_cost or SEVEN_B_SHARDS, max_tokens=max_tokens)
         return zigzag(cu_seqlens, cp_size, per="sequence" if self.shard == "zigzag_sequence" else "document")
@@ -258,6 +267,10 @@ class Recipe:
             from .attention.gather import gather_plan
 
             return gather_plan(shards, ranks, cp_rank)
+        if self.attend == "groupcast":
+            from .attention.groupcast import groupcast_plan
+
+            return groupcast_plan(shards, ranks, cp_rank)
         return None
 
 
@@ -282,6 +295,7 @@ NAMED = {
     "vrsp": Recipe(name="vrsp", pack="best_fit", place="vrsp", shard="contiguous", attend="ulysses"),
     "flexsp": Recipe(name="flexsp", pack="sequences", place="flexsp", shard="contiguous", attend="ulysses"),
     "dynamic_cp": Recipe(name="dynamic_cp", pack="sequences", place="dynamic_cp", shard="zigzag", attend="ring"),
+    "magi": Recipe(name="magi", pack="best_fit", place="in_order", shard="dispatch", attend="groupcast"),
 }
 
 

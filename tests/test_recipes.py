@@ -318,15 +318,18 @@ def test_fixed_slots_that_cannot_hold_a_step_say_what_would() -> None:
         make([8] * 9, recipe("wlb"), dp=2, max_tokens_per_rank=8, packs_per_step=3)
 
 
-@pytest.mark.parametrize("attend", ["ring", "direct", "gather"])
-@pytest.mark.parametrize("shard", ["zigzag", "zigzag_sequence", "contiguous", "striped", "adaptive", "mixed", "dacp"])
+@pytest.mark.parametrize("attend", ["ring", "direct", "gather", "groupcast"])
+@pytest.mark.parametrize(
+    "shard", ["zigzag", "zigzag_sequence", "contiguous", "striped", "adaptive", "mixed", "dacp", "dispatch", "joint"]
+)
 def test_what_attends_fits_every_rule_that_cuts(shard: str, attend: str) -> None:
     chosen, cu = recipe("static", shard=shard, attend=attend), np.array([0, 9, 10, 23])
     plan = chosen.attention(chosen.shards(cu, 3), (3, 4, 5), 1)
     plan.check(cu)
     assert plan.ranks == (3, 4, 5) and plan.rank == 1
     assert attend != "ring" or (plan.moves[:, 2] == (plan.moves[:, 3] - 1) % 3).all()
-    assert plan.stages == (2 if attend == "gather" or shard == "contiguous" else 3)
+    if attend != "groupcast" and shard not in ("dispatch", "joint"):
+        assert plan.stages == (2 if attend == "gather" or shard == "contiguous" else 3)
 
 
 def test_ulysses_inside_another_attention() -> None:
@@ -388,3 +391,10 @@ def test_groups_of_flexsp_stay_within_the_heads() -> None:
         FlexSp(model=SpModel.preset("gpt-7b"), max_group=0)
     with pytest.raises(ValueError, match=r"4 ranks hold 400 \(max_group=4\)"):
         flexsp(np.array([401]), num_ranks=8, cap=100, options=FlexSp(model=SpModel.preset("gpt-7b"), max_group=4))
+
+
+@pytest.mark.parametrize("shard", ["dispatch", "joint"])
+def test_chunks_that_are_dealt_out_stay_within_a_cap_that_the_pack_fills(shard: str) -> None:
+    """130 tokens on 12 ranks of 11: chunks of two do not fill a rank of eleven, so one is cut."""
+    shards = recipe("magi", shard=shard).shards(np.array([0, 97, 130]), 12, None, 11)
+    assert shards.tokens().max() == 11 and shards.tokens().sum() == 130

@@ -24,6 +24,8 @@ MIXES = [
     {"shard": "striped"},
     {"shard": "adaptive"},
     {"shard": "mixed"},
+    {"shard": "dispatch"},
+    {"shard": "joint"},
 ]
 
 
