@@ -167,13 +167,13 @@ def _stages(pairs: Int64, length: Int64, holder: Int64, overlap: Overlap) -> Int
         np.array([overlap.cost.seconds_per_pair, overlap.cost.seconds_per_row, overlap.stage_seconds]) / unit
     )
     degrees = range(1, overlap.max_degree + 1) if overlap.degree is None else [overlap.degree]
-    best, least = None, 0
+    best, least = np.empty(0, np.int64), -1
     for degree in degrees:
         for split in overlap.splits if degree > 1 else (IN_ORDER,):
             order = np.arange(len(user)) if split == IN_ORDER else falling
             found = _split(order, offsets, work, rows, home, prices.astype(np.int64), degree, split)
             price = _price(found, user, holder[at], work, rows, home, prices.astype(np.int64), degree)
-            if best is None or price < least:
+            if least < 0 or price < least:
                 best, least = found, price
     stage[user, at] = best
     return stage

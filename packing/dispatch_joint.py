@@ -12,7 +12,7 @@ few ranks, and short ones not at all:
    seed, and a change that costs up to a falling threshold is accepted: repairs balance, then saves rows. Masks of any kind: rows
    are counted for the keys that each piece needs, at the resolution of the pieces.
 
-On 128K packs of the traces of benchmarks/traffic.py, 10 each: rows 0.34–0.51 of min-heap's with 8 chunks a rank, pairs
+On 128K packs of the traces of benchmarks/traffic.py, 10 each: rows 0.33–0.51 of min-heap's with 8 chunks a rank, pairs
 max/mean below 1.05. All numbers are integers, so that all ranks find the same.
 
 Cost: 10–20 ms for 128K tokens on 16 ranks, most of it step 2, `rounds` x 0.25 µs.
@@ -205,7 +205,7 @@ def _spread(low, high, before, tokens, work, target, cap, out, n):
                     if room > size:
                         best, size = r, room
                 if size * 16 < min(z - a, cap):  # crumbs: the fullest are left to the search
-                    best = np.argmin(tokens)
+                    best = int(np.argmin(tokens))
                     size = min(z - a, max(cap - tokens[best], 1))
             out[n] = z - size, z, best
             n += 1

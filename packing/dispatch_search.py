@@ -134,13 +134,13 @@ def _fine(work, tokens, limits):
 def _search(rank, need, pairs, offsets, ranges, edges, document, first, nested, limits, rounds, heat, seed):
     owner, tokens, work = np.full(len(rank), -1, np.int64), np.zeros(len(need), np.int64), np.zeros(len(need), np.int64)
     reach, length = np.zeros(len(rank), np.int64), np.diff(edges)
-    for u in range(len(rank)):
-        _give(u, rank[u], offsets, ranges, need, owner, document, nested)
-        tokens[rank[u]] += length[u]
-        work[rank[u]] += pairs[u]
-        reach[u] = length[u]
-        for i in range(offsets[u], offsets[u + 1]):
-            reach[u] += edges[ranges[i, 1]] - edges[ranges[i, 0]]
+    for c in range(len(rank)):
+        _give(c, rank[c], offsets, ranges, need, owner, document, nested)
+        tokens[rank[c]] += length[c]
+        work[rank[c]] += pairs[c]
+        reach[c] = length[c]
+        for i in range(offsets[c], offsets[c + 1]):
+            reach[c] += edges[ranges[i, 1]] - edges[ranges[i, 0]]
     kept, now, best, chunks = rank.copy(), np.int64(0), np.int64(0), np.uint64(len(rank))
     state, low = np.uint64(2 * seed + 1), np.uint64((1 << 20) - 1)
     for t in range(rounds):
@@ -150,7 +150,8 @@ def _search(rank, need, pairs, offsets, ranges, edges, document, first, nested, 
         v = np.int64(((state >> np.uint64(20)) & low) * chunks >> np.uint64(20))
         kind = np.int64((state >> np.uint64(40)) & np.uint64(3))
         if kind < 2:  # a neighbour's rank, or the neighbour
-            v = min(max(u + np.int64((state >> np.uint64(42)) & np.uint64(15)) - 8, 0), len(rank) - 1)
+            near = u + np.int64((state >> np.uint64(42)) & np.uint64(15)) - 8
+            v = min(max(near, np.int64(0)), np.int64(len(rank) - 1))
         a, b, swap = owner[u], owner[v], kind % 2 == 1
         if a == b:
             continue

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from equipoise import BalancedLoader, recipe
 from equipoise.attention import groupcast as module
 from equipoise.attention.executor import attend
 from equipoise.attention.groupcast import EVEN, HALVES, HIDDEN, IN_ORDER, Overlap, expected_seconds, groupcast_plan
@@ -228,6 +229,19 @@ def test_any_mask_is_exact_and_repeats_bit_by_bit(ranks, world):
         where = torch.argsort(torch.from_numpy(np.concatenate([case.shards(world).positions(r) for r in range(world)])))
         for name, parts, want in zip(("out", "dq", "dk", "dv"), zip(*first, strict=True), oracle(case), strict=True):
             assert relative(torch.cat(parts)[where], want) <= 1e-12, (case.name, name)
+
+
+@pytest.mark.parametrize("shard", ["dispatch", "joint"])
+def test_batches_of_the_recipe_carry_plans_that_hold(shard):
+    rows = [{"input_ids": np.arange(n)} for n in (40, 3, 21, 17, 9, 30, 1, 55)]
+    planned = recipe("magi", shard=shard)
+    for rank in range(3):
+        loader = BalancedLoader(rows, planned, max_tokens_per_rank=30, dp=1, cp=3, rank=rank, documents_per_step=8)
+        batches = list(loader)
+        assert sum(int((batch.documents >= 0).sum()) for batch in batches) == len(rows)
+        for batch in batches:
+            assert batch.plan.rank == rank and batch.plan.tokens_of(rank) == batch.input_ids.numel() <= 30
+            batch.plan.check(batch.cu_seqlens.numpy())
 
 
 def test_what_does_not_fit_is_refused():
