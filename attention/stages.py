@@ -71,16 +71,18 @@ class Kept:
 def prepare(program: Program, kernel: Kernel, device: torch.device) -> Run:
     """What one rank does, with its index tensors and kernel handles on the device."""
     rows, q_rows, stages = program.buffer_rows, program.q_rows, program.stages
+    returns = Freight.homeward([stage.returns for stage in stages], device)
+    q_returns = Freight.homeward([stage.q_returns for stage in stages], device)
     return Run(
         stages=[
             RunStage(
                 tiles=[(q, b, kernel.prepare(tiles, q_rows[q], rows[b], device)) for q, b, tiles in stage.tiles],
                 moves=Freight.of(stage.moves, device),
-                returns=Freight.of(stage.returns, device),
+                returns=back,
                 q_moves=Freight.of(stage.q_moves, device),
-                q_returns=Freight.of(stage.q_returns, device),
+                q_returns=q_back,
             )
-            for stage in stages
+            for stage, back, q_back in zip(stages, returns, q_returns, strict=True)
         ],
         kernel=kernel,
         buffer_rows=rows,
@@ -119,12 +121,13 @@ def run_forward(
         journey.arrive(s)
         queries.arrive(s)
         for q_buffer, buffer, handle in stage.tiles:
-            part, lse = run.kernel.forward(handle, *queries.of(q_buffer), *journey.of(buffer), scores)
+            (q_b,), (k_b, v_b) = queries.of(q_buffer), journey.of(buffer)
+            part, lse = run.kernel.forward(handle, q_b, k_b, v_b, scores)
             outputs.put(q_buffer, handle.q_rows, (part, lse.transpose(0, 1)))
             if kept is not None and buffer > 0:
                 kept.kv[buffer] = journey.received[buffer]
             if kept is not None and q_buffer > 0:
-                kept.q[q_buffer] = queries.of(q_buffer)[0]
+                kept.q[q_buffer] = q_b
         coming = exchange(outputs, coming, stage.q_returns, queries.group)
     exchange(outputs, coming, None, queries.group)
     out, lse_TH = outputs.of(0)
@@ -166,11 +169,13 @@ def run_backward(
         for q_buffer, buffer, handle in stage.tiles:
             looks = home if q_buffer == 0 else looked_at(queries, q_buffer, kept_q, lse.dtype)
             dout_b, q_b, out_b, lse_b = looks
-            dq, dk, dv = run.kernel.backward(handle, dout_b, q_b, *journey.of(buffer), out_b, lse_b, scores)
+            k_b, v_b = journey.of(buffer)
+            dq, dk, dv = run.kernel.backward(handle, dout_b, q_b, k_b, v_b, out_b, lse_b, scores)
             q_sums.put(q_buffer, handle.q_rows, (dq,))
             kv_sums.put(buffer, handle.k_rows, (dk, dv))
         coming = exchange(kv_sums, coming, stage.returns, group)
         q_coming = exchange(q_sums, q_coming, stage.q_returns, queries.group)
     exchange(kv_sums, coming, None, group)
     exchange(q_sums, q_coming, None, queries.group)
-    return (*q_sums.of(0), *kv_sums.of(0))  # type: ignore[return-value]
+    (dq,), (dk, dv) = q_sums.of(0), kv_sums.of(0)
+    return dq, dk, dv

@@ -14,6 +14,7 @@ in promote(fp32, dtype), LSE too, but for what was computed in one piece and nev
 # T rows of a buffer, t those a tile touches, H query heads, V head dim of values.
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -38,6 +39,10 @@ class Totals(Protocol):
         """The total so far."""
         ...
 
+    def drop(self, buffers: Iterable[int]) -> None:
+        """Nothing more will be asked of these."""
+        ...
+
 
 def exchange(
     totals: Totals, coming: Travelling | None, freight: Freight | None, group: Group | None
@@ -49,9 +54,11 @@ def exchange(
     if freight is None:
         return None
     dtype = totals.like[0].dtype
-    return freight.send(
+    leaving = freight.send(
         lambda buffer, rows: side_by_side(totals.of(buffer), rows, dtype), no_rows(totals.like, dtype), group
     )
+    totals.drop(freight.spent)
+    return leaving
 
 
 class Outputs:
@@ -81,6 +88,10 @@ class Outputs:
         out, lse = (x.new_zeros((self._rows[buffer], *x.shape[1:])) for x in self.like)
         return out, lse.fill_(-torch.inf)
 
+    def drop(self, buffers: Iterable[int]) -> None:
+        for buffer in buffers:
+            self._totals.pop(buffer, None)
+
 
 class Sums:
     """Gradients of what buffers hold. like: parts of such a buffer; rows: how many each has."""
@@ -102,3 +113,7 @@ class Sums:
         if buffer in self._totals:
             return self._totals[buffer]
         return tuple(x.new_zeros((self._rows[buffer], *x.shape[1:])) for x in self.like)
+
+    def drop(self, buffers: Iterable[int]) -> None:
+        for buffer in buffers:
+            self._totals.pop(buffer, None)

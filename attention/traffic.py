@@ -58,11 +58,13 @@ class Traffic:
 def listed_traffic(moves: Int64, returns: Int64, stages: int, ranks: int) -> Traffic:
     """What moves and returns add up to."""
     by_stage, by_rank = np.zeros((2, stages, 2), np.int64), np.zeros((2, 4, ranks), np.int64)
-    for way, routes in enumerate((moves, returns)):
-        kind, rows = routes[:, 1], routes[:, 5] - routes[:, 4]
-        np.add.at(by_stage, (kind, routes[:, 0], way), rows)
-        for side in (0, 1):
-            np.add.at(by_rank, (kind, 2 * way + side, routes[:, 2 + side]), rows)
+    for kind in (KV, Q):
+        for way, routes in enumerate((moves, returns)):
+            own = routes[routes[:, 1] == kind]
+            rows = own[:, 5] - own[:, 4]
+            np.add.at(by_stage[kind, :, way], own[:, 0], rows)
+            for side in (0, 1):
+                np.add.at(by_rank[kind, 2 * way + side], own[:, 2 + side], rows)
     return Traffic(by_stage=by_stage[KV], by_rank=by_rank[KV], q_by_stage=by_stage[Q], q_by_rank=by_rank[Q])
 
 

@@ -52,9 +52,22 @@ class Freight:
     receive_splits: list[int]
     placing: Tensor | None
     landing: list[Rows]
+    spent: frozenset[int] = frozenset()
+    """For returns: buffers of which nothing goes home later."""
 
     @staticmethod
-    def of(cargo: Cargo | None, device: torch.device) -> Freight | None:
+    def homeward(cargos: list[Cargo | None], device: torch.device) -> list[Freight | None]:
+        """Of the returns of all stages."""
+        freights: list[Freight | None] = []
+        later: set[int] = set()
+        for cargo in reversed(cargos):
+            buffers = {buffer for buffer, _ in cargo.picks} if cargo else set()
+            freights.append(Freight.of(cargo, device, frozenset(buffers - later)))
+            later |= buffers
+        return freights[::-1]
+
+    @staticmethod
+    def of(cargo: Cargo | None, device: torch.device, spent: frozenset[int] = frozenset()) -> Freight | None:
         if cargo is None:
             return None
         return Freight(
@@ -64,6 +77,7 @@ class Freight:
             receive_splits=cargo.receive_splits,
             placing=_index(cargo.placing, device),
             landing=[rows_of(rows, device) for rows in cargo.landing],
+            spent=spent,
         )
 
     def send(self, pick: Callable[[int, Rows], Tensor], empty: Tensor, group: Group | None) -> Travelling:

@@ -111,7 +111,7 @@ def peaks(rank: int, world: int, cases: list[Case]) -> list[tuple[int, int, list
 
     def arrive(self, stage):
         plain_arrive(self, stage)
-        if stage == len(self._moves) - 1:
+        if stage == len(self._moves) - 1 and any(self._moves):  # queries stay at home
             under_way.append(self.following is None or self.following._under_way is not None)
 
     patched = (
