@@ -50,6 +50,11 @@ def test_published_values():
     assert sorted(loads(COUNTER, exact(COUNTER, 2), 2)) == [18, 18]
 
 
+def test_buckets_of_equal_load_differ_where_they_hold_different_numbers_of_jobs():
+    assert loads([0, 4, 4, 0], exact([0, 4, 4, 0], 2, most=2), 2).tolist() == [4, 4]
+    assert loads([4, 5, 0, 3, 0, 5], exact([4, 5, 0, 3, 0, 5], 3, most=2), 3).max() == 7
+
+
 @PROMISE
 @given(jobs, st.integers(1, 4), st.integers(1, 7))
 def test_exact_is_the_least_maximum_of_all_assignments(work, k, most):
