@@ -1,0 +1,181 @@
+"""TAP, tile-based attention parallelism (Libra, arXiv:2607.23250): a pool of CP groups shares the attention of its packs.
+
+The domain is the pool: CP groups that hold a pack each, laid end to end. Tokens stay where the loader put them; each rank
+computes attention for its own queries, with keys received from its group, until it has more than its share. The surplus migrates
+to ranks of the pool that have less: queries go there with the keys they need, O and LSE come back, and so do dQ, dK and dV in
+backward. Which blocks of queries and head groups go where is for migration.py to say: whole head groups first, then blocks of
+sequence, to a soft cap of `tolerance` times the mean. A pool in balance moves nothing but what its groups exchange anyway.
+
+Head groups are the stages, too. In stage g a rank computes what it has at home for group g, and for group g - 1 all that had to
+come; queries and keys of the next group are under way meanwhile, and outputs of the one before go home. So with G head groups
+all but the first arrival and the last return have computing beside them, and about 2/G of what is received is held at a time
+(`attend(keep=False)`).
+
+Cost: the blocks of all packs are planned together, on each rank alike; see `benchmarks/tiles.py`.
+
+    >>> from equipoise.packing.shards import contiguous
+    >>> pool = [contiguous([0, 8], 1), contiguous([0, 2, 4, 6, 8], 1)]                  # one document of 8; four of 2
+    >>> loads = tap_plan(pool, ranks=(0, 1), block=1, tolerance=1.0).loads()
+    >>> loads.pairs, loads.q_rows_sent, loads.rows_sent                                # rows 3 and 7 of the long one go
+    (array([24, 24]), array([2, 0]), array([8, 0]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from ..packing.mask_areas import blocks as cut_along
+from ..packing.mask_areas import chunk_keys
+from ..packing.mask_kinds import causal, sliding_window
+from ..packing.masks import Mask
+from ..packing.shards import Shards
+from . import bands
+from .migration import Blocks, placed
+from .plan import AttentionPlan, Int64
+from .routing import direct, part_of
+
+KV_COST, Q_COST = 2, 9
+"""Bytes of a row of KV and of Q, there and back, in forward and backward, in proportion: bf16, four query heads to a KV head."""
+
+
+def tap_plan(
+    shards: Sequence[Shards],
+    ranks: tuple[int, ...],
+    rank: int | None = None,
+    *,
+    masks: Sequence[Mask] | None = None,
+    head_groups: int = 1,
+    block: int = 2048,
+    tolerance: float = 1.05,
+    kv_cost: int = KV_COST,
+    q_cost: int = Q_COST,
+    heads_first: bool = False,
+) -> AttentionPlan:
+    """A plan of a pool's attention, over the positions of all its packs, end to end.
+
+    Args:
+        shards: of each CP group of the pool, the pack it holds; a pack may be empty.
+        ranks: rank numbers of the pool, CP group after CP group.
+        rank: index among `ranks` of the rank whose part is wanted; None: all of it.
+        masks: of the packs' documents; None: causal.
+        head_groups: groups of heads that migrate each for itself, and come in turn; must divide the KV heads.
+        block: queries that migrate together, at most: few balance better, many make better kernels and share more keys.
+        tolerance: no rank exceeds so many times the mean of pairs, as far as blocks allow; 1 and up.
+        kv_cost, q_cost: what a row of KV and of Q costs to move and to bring back.
+        heads_first: as much of a document in one head group as may move does at once, as Libra has it; False: as many blocks of it
+            as are cheapest a pair, then perhaps another head group's.
+
+    Raises ValueError for ranks that are not as many as the shards', for masks of other packs, and for options out of range.
+    """
+    _refuse(shards, ranks, rank, masks, head_groups, block, tolerance)
+    if masks is None:
+        masks = [causal(np.diff(pack.cu_seqlens)) for pack in shards]
+    mask = Mask.concat(masks)
+    offsets, home = _homes(shards)
+    tokens = int(sum(pack.cu_seqlens[-1] for pack in shards))
+    runs = _runs(offsets, home)
+    chosen = _blocks(runs, mask, tokens, block)
+    total = head_groups * int(chosen.pairs.sum())
+    cap = round(1000 * tolerance) * total // (1000 * len(ranks))
+    owner = placed(chosen, len(ranks), head_groups, cap, kv_cost=kv_cost, q_cost=q_cost, heads_first=heads_first)
+    tiles = _tiles(chosen, owner, runs, mask.tiles_of_pack(), tokens)
+    moves, returns = direct(tiles, offsets, home, tokens, head_groups=head_groups)
+    options = {"head_groups": head_groups, "block": block, "tolerance": tolerance, "heads_first": heads_first}
+    plan = AttentionPlan(
+        ranks=tuple(ranks),
+        tokens=tokens,
+        home_offsets=offsets,
+        home=home,
+        tiles=tiles,
+        moves=moves,
+        returns=returns,
+        head_groups=head_groups,
+        planner=partial(_windowed, shards, tuple(ranks), rank, masks, kv_cost=kv_cost, q_cost=q_cost, **options),
+    )
+    return plan if rank is None else part_of(plan, rank)
+
+
+def _windowed(
+    shards: Sequence[Shards], ranks: tuple[int, ...], rank: int | None, masks: Sequence[Mask], window: int, **options
+) -> AttentionPlan:
+    """The same pool for layers with a sliding window, which need another balance."""
+    cut = [mask & sliding_window(mask.tokens, window) for mask in masks]
+    return tap_plan(shards, ranks, rank, masks=cut, **options)
+
+
+def _refuse(
+    shards: Sequence[Shards],
+    ranks: tuple[int, ...],
+    rank: int | None,
+    masks: Sequence[Mask] | None,
+    head_groups: int,
+    block: int,
+    tolerance: float,
+) -> None:
+    sizes = [pack.cp_size for pack in shards]
+    if not sizes or sum(sizes) != len(ranks):
+        raise ValueError(f"A pool has the ranks of its CP groups, of {sizes} ranks; got {len(ranks)} ranks {ranks}.")
+    if rank is not None and not 0 <= rank < len(ranks):
+        raise ValueError(f"rank is an index into the pool, 0 … {len(ranks) - 1}; got {rank}.")
+    if masks is not None:
+        held, masked = [int(pack.cu_seqlens[-1]) for pack in shards], [int(mask.tokens.sum()) for mask in masks]
+        if held != masked:
+            raise ValueError(
+                f"Each pack of a pool has a mask of its tokens; got packs of {held} and masks of {masked}."
+            )
+    if head_groups < 1 or block < 1 or not tolerance >= 1:
+        raise ValueError(
+            f"A pool has at least one head group, blocks of at least one query, and a tolerance of at least 1; got "
+            f"head_groups={head_groups}, block={block}, tolerance={tolerance}."
+        )
+
+
+def _homes(shards: Sequence[Shards]) -> tuple[Int64, Int64]:
+    """(home_offsets, home) of all packs, end to end."""
+    begin = np.cumsum([0, *(int(pack.cu_seqlens[-1]) for pack in shards)])
+    counts = np.concatenate([np.diff(pack.offsets) for pack in shards])
+    home = np.concatenate([pack.segments + at for pack, at in zip(shards, begin, strict=False)])
+    return np.concatenate([[0], np.cumsum(counts)]), home
+
+
+def _runs(offsets: Int64, home: Int64) -> Int64:
+    """Positions in runs that one rank holds, int64[n, 3] (start, stop, rank), in order; touching ones joined."""
+    held = np.column_stack([home, np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))])
+    held = held[np.argsort(held[:, 0], kind="stable")]
+    begins = np.flatnonzero(np.diff(held[:, 2], prepend=-1))
+    stops = np.append(held[begins[1:], 0], held[-1:, 1])
+    return np.column_stack([held[begins, 0], stops[: len(begins)], held[begins, 2]])
+
+
+def _blocks(runs: Int64, mask: Mask, tokens: int, block: int) -> Blocks:
+    """Runs cut into as few blocks of at most `block` queries as may be, equally long."""
+    length = runs[:, 1] - runs[:, 0]
+    count = -(-length // block)
+    nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    start = np.repeat(runs[:, 0], count) + nth * np.repeat(length, count) // np.repeat(count, count)
+    edges = np.append(start, tokens)
+    before = np.concatenate([[0], np.cumsum(mask.row_pairs())])
+    keys = chunk_keys(mask.tiles_of_pack(), edges)
+    return Blocks.of(edges, np.repeat(runs[:, 2], count), np.diff(before[edges]), keys)
+
+
+def _tiles(chosen: Blocks, owner: Int64, runs: Int64, mask: Int64, tokens: int) -> Int64:
+    """int64[m, 8] of all ranks, by stage: group g's own queries on keys at home in stage g, all else of it in stage g + 1."""
+    k_edges = np.append(runs[:, 0], tokens)
+    parts = [np.zeros((0, 8), np.int64)]
+    for group, computes in enumerate(owner):
+        begins = np.flatnonzero((np.diff(computes, prepend=-1) != 0) | (np.diff(chosen.home, prepend=-1) != 0))
+        (chunk, run), pieces = (
+            x if x.shape[1] == 6 else x.T for x in cut_along(mask, np.append(chosen.edges[begins], tokens), k_edges)
+        )
+        rank, holder = computes[begins][chunk], chosen.home[begins][chunk]
+        stage = group + ((rank != holder) | (rank != runs[run, 2]))
+        for s in (group, group + 1):
+            for r in np.unique(rank[stage == s]).tolist():
+                own = bands.join(pieces[(stage == s) & (rank == r)])
+                own[:, :4] += group * tokens
+                parts.append(np.column_stack([np.full(len(own), r), np.full(len(own), s), own]))
+    return np.concatenate(parts)
