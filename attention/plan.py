@@ -138,9 +138,9 @@ class AttentionPlan:
         return int((home[:, 1] - home[:, 0]).sum())
 
     def windowed(self, window: int) -> AttentionPlan:
-        """The same attention for keys q - window < k <= q only: less is computed, and rows that nobody sees do not travel.
+        """The same attention for keys k > q - window only: less is computed, and rows that nobody sees do not travel.
 
-        Made once and kept in `cache`. A plan that lists one rank's part, and whose planner is not at hand, moves as much
+        Keys ahead of a query, where the mask has any, stay. Made once and kept in `cache`. A plan that lists one rank's part, and whose planner is not at hand, moves as much
         as before. Raises ValueError for a window below 1.
         """
         check_window(window)

@@ -228,15 +228,17 @@ def positions(plan: AttentionPlan, index: int) -> Tensor:
     )
 
 
-GROUPS: dict[int, CpGroups] = {}
+GROUPS: dict[tuple[int, int], CpGroups] = {}
 """Of this rank process: built once, as a training run does."""
 
 
-def run(rank: int, world: int, cases: list[Placed], change: Any = None) -> list[tuple[list[Tensor], Counts, Counts]]:
+def run(
+    rank: int, world: int, cases: list[Placed], change: Any = None, dp: int = 1
+) -> list[tuple[list[Tensor], Counts, Counts]]:
     """This rank's results (out, dq, dk, dv, and of sinks), and what it counted in forward and backward. change: of the plan."""
-    if world not in GROUPS:
-        GROUPS[world] = CpGroups(1, world)
-    groups, results = GROUPS[world], []
+    if (dp, world) not in GROUPS:
+        GROUPS[dp, world] = CpGroups(dp, world // dp)
+    groups, results = GROUPS[dp, world], []
     groups.counter = counter = Counter()
     for case in cases:
         whole = drawn(case)

@@ -55,6 +55,16 @@ def cases_of(world: int, count: int, **fixed) -> list[Placed]:
     return [replace(case, part=case.part and case.window is None) for case in made]
 
 
+@pytest.mark.parametrize("world,dp", [(4, 2), (6, 3)])
+def test_domains_of_several_cp_groups(ranks, world, dp):
+    """Of two packs, on CP groups of two ranks: in the order of the ranks, or in another."""
+    cases = cases_of(world, 4, packs=2, window=None)
+    by_rank = ranks.run(run, world, cases, None, dp)
+    for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert max(errors(case, [results for results, _, _ in parts]).values()) <= 1e-12
+        assert_as_planned(case, parts)
+
+
 def itemsize(case: Placed) -> int:
     return torch.empty(0, dtype=case.dtype).element_size()
 

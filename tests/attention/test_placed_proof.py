@@ -16,6 +16,7 @@ from equipoise.attention.executor import attend
 from equipoise.attention.groups import CpGroups
 from equipoise.attention.plan import KV, AttentionPlan
 from equipoise.attention.routing import direct, part_of
+from equipoise.packing.mask_kinds import sliding_window
 from equipoise.packing.masks import Mask
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -45,6 +46,10 @@ def test_random_plans_are_proved_whole_and_in_parts(case):
         part.check(mask)
     said = [words(part, rank, "") for rank, part in enumerate(parts)]
     assert len({s[:2] for s in said}) == 1 and sum(s[2] for s in said) % WORD == 0
+    windowed = plan.windowed(3)
+    windowed.check(mask & sliding_window(mask.tokens, 3, ahead=plan.tokens))
+    moved, cut = plan.loads(), windowed.loads()
+    assert np.all(cut.rows_sent <= moved.rows_sent) and np.all(cut.q_rows_returned <= moved.q_rows_returned)
     other = replace(plan, head_groups=plan.head_groups + 1)
     assert words(other, 0, "")[0] != said[0][0]
 
