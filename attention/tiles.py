@@ -23,6 +23,7 @@ Cost: the blocks of all packs are planned together, on each rank alike; see `ben
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -41,6 +42,61 @@ KV_COST, Q_COST = 2, 9
 """Bytes of a row of KV and of Q, there and back, in forward and backward, in proportion: bf16, four query heads to a KV head."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tap:
+    """How a pool's surplus is cut, and when it migrates."""
+
+    head_groups: int = 1
+    """Groups of heads that migrate each for itself, and come in turn; must divide the KV heads."""
+    block: int = 2048
+    """Queries that migrate together, at most: few balance better, many make better kernels and share more keys."""
+    tolerance: float = 1.05
+    """No rank exceeds so many times the mean of pairs, as far as blocks allow; 1 and up."""
+    kv_cost: int = KV_COST
+    """What a row of keys and values costs to move and to bring back, in the unit of `q_cost`."""
+    q_cost: int = Q_COST
+    heads_first: bool = False
+    """As much of a document in one head group as may move does at once, as Libra has it; False: as many blocks of it as are
+    cheapest a pair, then perhaps another head group's."""
+
+    def __post_init__(self) -> None:
+        if self.head_groups < 1 or self.block < 1 or not self.tolerance >= 1 or min(self.kv_cost, self.q_cost) < 0:
+            raise ValueError(
+                f"A pool has at least one head group, blocks of at least one query, a tolerance of at least 1 and no negative "
+                f"costs; got {self}."
+            )
+
+    def plan(
+        self, shards: Sequence[Shards], ranks: tuple[int, ...], rank: int | None, masks: Sequence[Mask] | None = None
+    ) -> AttentionPlan:
+        """See `tap_plan`."""
+        _refuse(shards, ranks, rank, masks)
+        documents = [causal(np.diff(pack.cu_seqlens)) for pack in shards] if masks is None else masks
+        mask = Mask.concat(documents)
+        offsets, home = _homes(shards)
+        tokens = int(mask.tokens.sum())
+        runs = _runs(offsets, home)
+        blocks = _blocks(runs, mask, tokens, self.block)
+        total, G = self.head_groups * int(blocks.pairs.sum()), self.head_groups
+        cap = round(1000 * self.tolerance) * total // (1000 * len(ranks))
+        costs = {"kv_cost": self.kv_cost, "q_cost": self.q_cost}
+        owner = placed(blocks, len(ranks), G, cap, heads_first=self.heads_first, **costs)
+        tiles = _tiles(blocks, owner, runs, mask.tiles_of_pack(), tokens)
+        moves, returns = direct(tiles, offsets, home, tokens, head_groups=G)
+        plan = AttentionPlan(
+            ranks=tuple(ranks),
+            tokens=tokens,
+            home_offsets=offsets,
+            home=home,
+            tiles=tiles,
+            moves=moves,
+            returns=returns,
+            head_groups=G,
+            planner=partial(_windowed, self, shards, tuple(ranks), rank, documents),
+        )
+        return plan if rank is None else part_of(plan, rank)
+
+
 def tap_plan(
     shards: Sequence[Shards],
     ranks: tuple[int, ...],
@@ -56,65 +112,30 @@ def tap_plan(
 ) -> AttentionPlan:
     """A plan of a pool's attention, over the positions of all its packs, end to end.
 
-    Args:
-        shards: of each CP group of the pool, the pack it holds; a pack may be empty.
-        ranks: rank numbers of the pool, CP group after CP group.
-        rank: index among `ranks` of the rank whose part is wanted; None: all of it.
-        masks: of the packs' documents; None: causal.
-        head_groups: groups of heads that migrate each for itself, and come in turn; must divide the KV heads.
-        block: queries that migrate together, at most: few balance better, many make better kernels and share more keys.
-        tolerance: no rank exceeds so many times the mean of pairs, as far as blocks allow; 1 and up.
-        kv_cost, q_cost: what a row of KV and of Q costs to move and to bring back.
-        heads_first: as much of a document in one head group as may move does at once, as Libra has it; False: as many blocks of it
-            as are cheapest a pair, then perhaps another head group's.
+    shards: of each CP group of the pool, the pack it holds; a pack may be empty. ranks: rank numbers of the pool, CP group after CP
+    group. rank: index among them of the rank whose part is wanted; None: all of it. masks: of the packs' documents; None: causal.
+    The others: see `Tap`.
 
     Raises ValueError for ranks that are not as many as the shards', for masks of other packs, and for options out of range.
     """
-    _refuse(shards, ranks, rank, masks, head_groups, block, tolerance)
-    if masks is None:
-        masks = [causal(np.diff(pack.cu_seqlens)) for pack in shards]
-    mask = Mask.concat(masks)
-    offsets, home = _homes(shards)
-    tokens = int(sum(pack.cu_seqlens[-1] for pack in shards))
-    runs = _runs(offsets, home)
-    chosen = _blocks(runs, mask, tokens, block)
-    total = head_groups * int(chosen.pairs.sum())
-    cap = round(1000 * tolerance) * total // (1000 * len(ranks))
-    owner = placed(chosen, len(ranks), head_groups, cap, kv_cost=kv_cost, q_cost=q_cost, heads_first=heads_first)
-    tiles = _tiles(chosen, owner, runs, mask.tiles_of_pack(), tokens)
-    moves, returns = direct(tiles, offsets, home, tokens, head_groups=head_groups)
-    options = {"head_groups": head_groups, "block": block, "tolerance": tolerance, "heads_first": heads_first}
-    plan = AttentionPlan(
-        ranks=tuple(ranks),
-        tokens=tokens,
-        home_offsets=offsets,
-        home=home,
-        tiles=tiles,
-        moves=moves,
-        returns=returns,
+    return Tap(
         head_groups=head_groups,
-        planner=partial(_windowed, shards, tuple(ranks), rank, masks, kv_cost=kv_cost, q_cost=q_cost, **options),
-    )
-    return plan if rank is None else part_of(plan, rank)
+        block=block,
+        tolerance=tolerance,
+        kv_cost=kv_cost,
+        q_cost=q_cost,
+        heads_first=heads_first,
+    ).plan(shards, ranks, rank, masks)
 
 
 def _windowed(
-    shards: Sequence[Shards], ranks: tuple[int, ...], rank: int | None, masks: Sequence[Mask], window: int, **options
+    tap: Tap, shards: Sequence[Shards], ranks: tuple[int, ...], rank: int | None, masks: Sequence[Mask], window: int
 ) -> AttentionPlan:
     """The same pool for layers with a sliding window, which need another balance."""
-    cut = [mask & sliding_window(mask.tokens, window) for mask in masks]
-    return tap_plan(shards, ranks, rank, masks=cut, **options)
+    return tap.plan(shards, ranks, rank, [mask & sliding_window(mask.tokens, window) for mask in masks])
 
 
-def _refuse(
-    shards: Sequence[Shards],
-    ranks: tuple[int, ...],
-    rank: int | None,
-    masks: Sequence[Mask] | None,
-    head_groups: int,
-    block: int,
-    tolerance: float,
-) -> None:
+def _refuse(shards: Sequence[Shards], ranks: tuple[int, ...], rank: int | None, masks: Sequence[Mask] | None) -> None:
     sizes = [pack.cp_size for pack in shards]
     if not sizes or sum(sizes) != len(ranks):
         raise ValueError(f"A pool has the ranks of its CP groups, of {sizes} ranks; got {len(ranks)} ranks {ranks}.")
@@ -126,11 +147,6 @@ def _refuse(
             raise ValueError(
                 f"Each pack of a pool has a mask of its tokens; got packs of {held} and masks of {masked}."
             )
-    if head_groups < 1 or block < 1 or not tolerance >= 1:
-        raise ValueError(
-            f"A pool has at least one head group, blocks of at least one query, and a tolerance of at least 1; got "
-            f"head_groups={head_groups}, block={block}, tolerance={tolerance}."
-        )
 
 
 def _homes(shards: Sequence[Shards]) -> tuple[Int64, Int64]:
