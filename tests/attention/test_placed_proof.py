@@ -158,16 +158,21 @@ def test_kinds_groups_and_heads_that_do_not_fit_are_refused():
     assert "8 tokens x 2 head groups" in str(plan) and "Q rows received 0/4, returned 0/4" in str(plan)
 
 
-def refused(rank: int, world: int) -> str:
-    """What attend says to heads that do not divide; nothing is sent, or this would hang."""
+def refused(rank: int, world: int) -> list[str]:
+    """What attend says to heads that do not divide, and to a rank that has other groups; nothing is sent, or this would hang."""
     plan, _ = small()
-    q, kv = torch.randn(4, 6, 8), torch.randn(4, 3, 8)
-    try:
-        attend(plan, q, kv, kv, CpGroups(1, world))
-    except ValueError as error:
-        return str(error)
-    return ""
+    said, groups = [], CpGroups(1, world)
+    for kv_heads, own in ((3, plan), (2, plan if rank == 0 else replace(plan, head_groups=1))):
+        q, kv = torch.randn(4, 2 * kv_heads, 8), torch.randn(4, kv_heads, 8)
+        try:
+            attend(own, q, kv, kv, groups)
+        except ValueError as error:
+            said.append(str(error))
+    groups.close()
+    return said
 
 
-def test_heads_that_do_not_divide_are_refused_on_all_ranks(ranks):
-    assert all("needs heads that 2 divides" in said for said in ranks.run(refused, 2))
+def test_heads_that_do_not_divide_and_other_groups_are_refused_on_all_ranks(ranks):
+    for heads, other in ranks.run(refused, 2):
+        assert "needs heads that 2 divides" in heads
+        assert "ranks [0, 1] have different plans: alike are [0] and [1]" in other and "AttentionPlan" in other
