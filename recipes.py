@@ -35,6 +35,7 @@ those of a node, hold one shard between them and share the heads, and ring, dire
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -45,6 +46,7 @@ from .packing.dacp import dacp, dacp_costs, dacp_shards
 from .packing.dispatch import dispatch
 from .packing.dispatch_joint import joint
 from .packing.lengths import Lengths
+from .packing.masks import Mask
 from .packing.mixed import mixed
 from .packing.packs import Spans
 from .packing.queues import WlbQueues
@@ -68,7 +70,8 @@ PLACES = {
 }
 # How a pack is sharded, and the attention that fits it.
 PLANS = ("ring", "direct", "gather")
-PLACED = (*PLANS, "groupcast")
+MASKED = ("groupcast",)  # attention under any mask
+PLACED = (*PLANS, *MASKED)
 ATTENDS = {
     "zigzag": (*PLACED, "ulysses", "none"),
     "zigzag_sequence": (*PLACED, "ulysses", "none"),
@@ -195,6 +198,21 @@ class Recipe:
         if cluster.speeds is not None and self.place != "vrsp":
             raise ValueError(f"speeds are balanced by place='vrsp'; recipe {self.name!r} has place={self.place!r}")
 
+    def check_masks(self, kind: str, pad_tp: bool) -> None:
+        """Refuse masks that this recipe would take for causal ones."""
+        if self.cuts:
+            raise ValueError(
+                f"recipe {self.name!r} cuts documents as causal ones (pack={self.pack!r}), and these have {kind} masks: choose a "
+                f"packing that keeps them whole"
+            )
+        if self.attend not in (*MASKED, "none"):
+            raise ValueError(
+                f"attend={self.attend!r} computes causal attention, and these documents have {kind} masks: use attend="
+                f"{' or '.join(map(repr, MASKED))}, or 'none' and batch.pack_mask"
+            )
+        if pad_tp:
+            raise ValueError(f"pad_tp pads causal documents, and these have {kind} masks: leave it out")
+
     def solve(self, window: Window, cluster: Cluster, cost: Cost, *, order: str = "shuffle") -> StepPlan:
         """Pack and place one step; ``order`` of its slots: see ``solve``.
 
@@ -222,16 +240,30 @@ class Recipe:
         return dacp(spans.tokens, whole, split, sent, cp_size=cp_size // inside, max_tokens_per_rank=most)
 
     def shards(
-        self, cu_seqlens: np.ndarray, cp_size: int, decision: np.ndarray | None = None, max_tokens: int | None = None
+        self,
+        cu_seqlens: np.ndarray,
+        cp_size: int,
+        decision: np.ndarray | None = None,
+        max_tokens: int | None = None,
+        *,
+        mask: Mask | None = None,
     ) -> Shards:
-        """Which tokens of a pack each rank of its CP group holds; ``decision``: from ``decide``; none holds over ``max_tokens``."""
+        """Which tokens of a pack each rank of its CP group holds; ``decision``: from ``decide``; none holds over ``max_tokens``.
+
+        mask: of the pack's documents, for rules that deal out by area; None: causal within each.
+        """
         inside = self.trading(cp_size)
         most = None if max_tokens is None else max_tokens * inside
-        shards = self._shards(cu_seqlens, cp_size // inside, decision, most)
+        shards = self._shards(cu_seqlens, cp_size // inside, decision, most, mask)
         return shards if inside == 1 else divided(shards, inside)
 
     def _shards(
-        self, cu_seqlens: np.ndarray, cp_size: int, decision: np.ndarray | None, max_tokens: int | None
+        self,
+        cu_seqlens: np.ndarray,
+        cp_size: int,
+        decision: np.ndarray | None,
+        max_tokens: int | None,
+        mask: Mask | None,
     ) -> Shards:
         if decision is not None:
             return dacp_shards(cu_seqlens, decision, cp_size)
@@ -242,23 +274,25 @@ class Recipe:
         if self.shard == "adaptive":
             return adaptive(cu_seqlens, cp_size, self.shard_cost or SEVEN_B_SHARDS)
         if self.shard in ("dispatch", "joint"):
-            return (dispatch if self.shard == "dispatch" else joint)(cu_seqlens, cp_size, max_tokens=max_tokens)
+            deal = dispatch if self.shard == "dispatch" else joint
+            return deal(cu_seqlens if mask is None else mask, cp_size, max_tokens=max_tokens)
         if self.shard == "mixed":
             return mixed(cu_seqlens, cp_size, self.shard_cost or SEVEN_B_SHARDS, max_tokens=max_tokens)
         return zigzag(cu_seqlens, cp_size, per="sequence" if self.shard == "zigzag_sequence" else "document")
 
-    def attention(self, shards: Shards, ranks: tuple[int, ...], cp_rank: int) -> Any:
-        """The plan that ``attend`` runs on rank ``ranks[cp_rank]``; None for ``attend='none'``."""
+    def attention(self, shards: Shards, ranks: tuple[int, ...], cp_rank: int, *, mask: Mask | None = None) -> Any:
+        """The plan that ``attend`` runs on rank ``ranks[cp_rank]``; None for ``attend='none'``. mask: as ``shards`` takes it."""
+        between = partial(self._between, mask=mask)
         inside = self.trading(len(ranks))
         if self.attend == "ulysses" or inside > 1:
             from .attention.ulysses import ulysses_plan
 
             if self.attend == "ulysses":
                 return ulysses_plan(shards, ranks, cp_rank)
-            return ulysses_plan(shards, ranks, cp_rank, degree=inside, outer=self._between)
-        return self._between(shards, ranks, cp_rank)
+            return ulysses_plan(shards, ranks, cp_rank, degree=inside, outer=between)
+        return between(shards, ranks, cp_rank)
 
-    def _between(self, shards: Shards, ranks: tuple[int, ...], cp_rank: int) -> Any:
+    def _between(self, shards: Shards, ranks: tuple[int, ...], cp_rank: int, mask: Mask | None) -> Any:
         if self.attend in ("ring", "direct"):
             from .attention.ring import ring_plan
 
@@ -270,7 +304,7 @@ class Recipe:
         if self.attend == "groupcast":
             from .attention.groupcast import groupcast_plan
 
-            return groupcast_plan(shards, ranks, cp_rank)
+            return groupcast_plan(shards, ranks, cp_rank, mask=mask)
         return None
 
 

@@ -36,6 +36,7 @@ FIELDS = {
     "num_docs": "d, documents of the pack, fillers included: boundaries from ``num_docs + 1`` on only repeat the end",
     "max_seqlen": "longest document of the pack, or that rounded up (``Shapes(max_seqlen_bucket=B)``)",
     "layout": "name of the shard rule",
+    "pack_mask": "that of the pack's documents (a Mask); None: causal within each",
     "plan": "how its ranks attend; None where the recipe leaves that to you",
     "cp_size": "ranks that share the pack",
     "cp_rank": "this rank among them",

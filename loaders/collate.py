@@ -74,7 +74,7 @@ class ThdCollator:
         spec, rows = self._filled(spec, rows)
         spans, shapes = spec.spans, self.shapes
         cu_seqlens, cu_padded = _boundaries(spec)
-        shards = self.recipe.shards(cu_padded, len(spec.ranks), spec.decision, spec.max_tokens_per_rank)
+        shards = self.recipe.shards(cu_padded, len(spec.ranks), spec.decision, spec.max_tokens_per_rank, mask=spec.mask)
         local = _Segments(spec, shards, rows)
         columns, labels, behind = local.columns(rows)
         ids = columns.pop("input_ids")
@@ -95,7 +95,8 @@ class ThdCollator:
                 "num_docs": len(spans),
                 "max_seqlen": shapes.longest(int(spans.tokens.max())),
                 "layout": self.recipe.layout,
-                "plan": self.recipe.attention(shards, spec.ranks, spec.cp_rank),
+                "plan": self.recipe.attention(shards, spec.ranks, spec.cp_rank, mask=spec.mask),
+                "pack_mask": spec.mask,
                 "cp_size": len(spec.ranks),
                 "cp_rank": spec.cp_rank,
                 "cp_ranks": spec.ranks,
@@ -133,8 +134,12 @@ class ThdCollator:
             return spec, rows
         none = np.zeros(len(tokens), np.int64)
         fillers = Spans(document=none - 1, start=none, stop=tokens, pairs=none)
+        mask, start = spec.mask, np.append(spec.spans.start * 0, none)
+        if mask is not None:
+            mask = mask.pieces(np.append(np.arange(len(mask)), none - 1), start, np.append(mask.tokens, tokens))
         spec = replace(
             spec,
+            mask=mask,
             spans=Spans.concat([spec.spans, fillers]),
             document_tokens=np.concatenate([spec.document_tokens, none]),
         )

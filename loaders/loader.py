@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from ..packing.cost import CostModel, moments_of
 from ..packing.lengths import Lengths
+from ..recipes import Recipe, choose
 from ..samplers.batch_sampler import BalancedBatchSampler
 from ..samplers.unindexed import Unindexed
 from .ahead import Agreement, Gate, Pump, Waiting
@@ -45,7 +46,6 @@ from .stream_feed import StreamFeed
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..recipes import Recipe
     from ..samplers.solve import Cost
 
 
@@ -56,7 +56,7 @@ class BalancedLoader:
         dataset: HF ``Dataset`` with a column ``input_ids`` (and optionally ``labels``, unshifted, -100 = masked), any
             map-style dataset of such rows, a ``Source`` (``TokenFile``, ``TarShards``, ``Mixture``), or a ``Stream``, which has
             no index: its documents come in its own order, whatever ``shuffle``, and only reading tells how many there are.
-        recipe: from ``equipoise.recipe(name)``.
+        recipe: a name, or from ``equipoise.recipe(name, …)``.
         max_tokens_per_rank: hard cap of tokens on one rank in one micro-batch.
         documents_per_step, tokens_per_step, packs_per_step: global size of an optimizer step; exactly one.
         dp, cp, rank: the mesh and this process in it, ``rank = replica * cp + cp_rank``; or ``mesh``, a ``DeviceMesh`` with
@@ -87,7 +87,7 @@ class BalancedLoader:
     def __init__(
         self,
         dataset: Any,
-        recipe: Recipe,
+        recipe: Recipe | str,
         *,
         max_tokens_per_rank: int,
         documents_per_step: int | None = None,
@@ -128,7 +128,7 @@ class BalancedLoader:
         label_offsets: Sequence[int] = (),
         refit: bool = False,
     ) -> None:
-        place = coordinates(mesh, dp, cp, rank)
+        place, recipe = coordinates(mesh, dp, cp, rank), choose(recipe)
         self._ahead, self._timeout = ahead, timeout
         if ahead < 1 or check_every < 1:
             raise ValueError(f"ahead and check_every must be at least 1; got {ahead} and {check_every}")

@@ -102,6 +102,10 @@ def pack_dataset(
         raise ValueError("documents of a group may not be parted by windows: use group_key with window=None")
     data = PlannedDataset(dataset)
     lengths = data.lengths(group_key)
+    if lengths.masks is not None:
+        raise ValueError(
+            f"packed rows say nothing of masks, and these documents have {lengths.masks.kind} masks: use BalancedLoader"
+        )
     sampler = BalancedBatchSampler(
         lengths,
         _fitting(choose(recipe), whole=window is None),

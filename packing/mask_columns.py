@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from . import mask_kinds
 from .lengths import Lengths, _list_lengths, _per_row, _whole_numbers
@@ -105,6 +106,16 @@ class MaskColumns:
         numbers = np.full(len(at), -1, np.int64)
         numbers[at >= 0] = place
         return self.take(known).mask().pieces(numbers, start, stop)
+
+    def digest(self) -> str:
+        """Hash of all columns."""
+        state = xxhash.xxh3_64()
+        for name in sorted(self.columns):
+            values = self.columns[name]
+            state.update(name.encode())
+            for array in (values.values, values.offsets) if isinstance(values, Ragged) else (np.asarray(values),):
+                state.update(np.ascontiguousarray(array, dtype=np.int64).data)
+        return state.hexdigest()
 
     def lengths(self) -> Lengths:
         """Tokens and pairs of every document: the length index that planners balance by."""

@@ -25,6 +25,8 @@ import xxhash
 
 from ..packing.cost import SEVEN_B, CostModel, Hardware, cost_units
 from ..packing.lengths import Lengths
+from ..packing.masks import Mask
+from ..packing.packs import Spans
 from ..packing.queues import WlbQueues
 from .carry import QueuedAdmission
 from .groups import GroupedItems
@@ -152,11 +154,8 @@ class BalancedBatchSampler:
                 f"evaluation reads every document once, and a mixture with exhausted={lengths.blend.exhausted!r} does not: use "
                 f"exhausted={ONCE!r}"
             )
-        if isinstance(lengths, Lengths) and lengths.masks is not None and recipe.cuts:
-            raise ValueError(
-                f"recipe {recipe.name!r} cuts documents as causal ones (pack={recipe.pack!r}), and these have "
-                f"{lengths.masks.kind} masks: choose a packing that keeps them whole"
-            )
+        if isinstance(lengths, Lengths) and lengths.masks is not None:
+            recipe.check_masks(lengths.masks.kind, pad_tp)
         if packs_per_step is not None and not recipe.one_size:
             raise ValueError(
                 f"packs_per_step counts packs of one size, and recipe {recipe.name!r} makes them of any: give "
@@ -226,6 +225,7 @@ class BalancedBatchSampler:
             "capacity": self.items.capacity,
             "queued": self.queued,
             "lengths": _told(self.index),
+            "masks": _masks_told(self.index),
             "blend": repr(self.index.blend) if isinstance(self.index, Lengths) and self.index.blend else None,
         }
 
@@ -333,9 +333,16 @@ class BalancedBatchSampler:
                 if plan.rounds is None
                 else (int(plan.rounds.chunk_index[pack]), int(plan.rounds.chunk_count[pack])),
                 state=self.state(plan.epoch, plan.step, slot + 1, num_slots, plan.num_targets),
+                mask=self._mask_of(spans[slot]),
             )
             for slot, pack in enumerate(row)
         ]
+
+    def _mask_of(self, spans: Spans) -> Mask | None:
+        """That of a pack; None where all documents are causal."""
+        if not isinstance(self.index, Lengths) or self.index.masks is None:
+            return None
+        return self.index.masks.pieces(spans.document, spans.start, spans.stop)
 
     def state(self, epoch: int, step: int, slot: int, num_slots: int, num_targets: int | None) -> dict:
         """The state to resume from once ``slot`` micro-batches of this step are done: global, the same on all ranks.
@@ -452,6 +459,12 @@ def _digest_of(lengths: Lengths) -> str:
         values = getattr(lengths, name)
         state.update(name.encode() if values is None else np.ascontiguousarray(values).data)
     return state.hexdigest()
+
+
+def _masks_told(index: Lengths | Unindexed) -> str | None:
+    if not isinstance(index, Lengths) or index.masks is None:
+        return None
+    return f"{index.masks.kind} {index.masks.digest()}"
 
 
 def _fixed_slots(packs_per_step: int | None, dp: int, slots: int | None) -> int | None:

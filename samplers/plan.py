@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from ..packing.chunkflow import schedule
+from ..packing.masks import Mask
 from ..packing.packs import Packs, Spans
 
 if TYPE_CHECKING:
@@ -334,6 +335,7 @@ class MicroBatch:
     decision: np.ndarray | None  # int64[spans] how the pack is sharded, where that depends on its cost
     chunk: tuple[int, int] | None  # (index, count) in its document's group, where documents are cut into chunks
     state: dict  # what resumes a run behind this micro-batch
+    mask: Mask | None = None  # of the pack's spans; None: causal within each
 
     def __repr__(self) -> str:
         return (

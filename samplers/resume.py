@@ -36,7 +36,7 @@ STATE_VERSION = 2
 STATE_KEYS = frozenset(
     ("version", "config", "epoch", "step", "slot", "num_targets", "position", "epoch_start", "refitted", "held", "rest")
 )
-FIXED = ("lengths", "blend", "seed", "shuffle", "opening", "last", "too_long")
+FIXED = ("lengths", "masks", "blend", "seed", "shuffle", "opening", "last", "too_long")
 SIZES = ("documents_per_step", "tokens_per_step", "packs_per_step")
 UNDER_WAY = ("recipe", "cost", "order")  # must be as they were to plan a step again
 _SPANS = ("document", "start", "stop", "pairs")

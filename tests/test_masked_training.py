@@ -1,0 +1,121 @@
+"""Documents with masks of their own, from columns through loader, plan and an unmodified HF model: a step equals one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from equipoise import BalancedLoader, CpGroups, MaskColumns, recipe, register_attention
+from equipoise.loaders.shapes import Shapes
+from equipoise.packing.mask_kinds import Ragged
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.test_training import VOCAB, model, sum_of_losses
+
+TOKENS = np.array([1, 2, 3, 13, 7, 1, 45, 29, 17, 2, 40, 5])
+MASKS = [
+    MaskColumns("shared_question", {"question": TOKENS - 2 * (TOKENS // 3), "answers": Ragged.of([[n // 3] * 2 for n in TOKENS])}),
+    MaskColumns("window_with_sinks", {"lengths": TOKENS, "window": 4, "sinks": 2}),
+    MaskColumns("prefix_lm", {"lengths": TOKENS, "prefix": TOKENS // 2}),
+]  # fmt: skip
+RECIPES = [
+    recipe("magi"),
+    recipe("vrsp", attend="groupcast"),
+    recipe("static", shard="joint", attend="groupcast"),
+    recipe("dynamic_cp", attend="groupcast"),
+]
+
+
+def documents() -> list[dict]:
+    rng = np.random.default_rng(0)
+    return [{"input_ids": ids, "labels": ids} for ids in (rng.integers(0, VOCAB, n) for n in TOKENS)]
+
+
+def one_process(rows: list[dict], masks: MaskColumns, pieces: list[tuple[int, int, int]]) -> dict[str, torch.Tensor]:
+    """Gradients of these (document, start, stop) one by one under the dense mask of their document."""
+    reference = model("sdpa")
+    shifted = [np.append(row["labels"][1:], -100) for row in rows]
+    targets = sum(int((shifted[d][start:stop] != -100).sum()) for d, start, stop in pieces)
+    for document, start, stop in pieces:
+        seen = torch.from_numpy(masks.take([document]).mask().dense()[start:stop, start:stop])
+        arguments = {
+            "input_ids": torch.from_numpy(rows[document]["input_ids"][start:stop])[None],
+            "position_ids": torch.arange(start, stop)[None],
+            "attention_mask": torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)[None, None],
+            "use_cache": False,
+        }
+        (sum_of_losses(reference, arguments, torch.from_numpy(shifted[document][start:stop])) / targets).backward()
+    return {name: p.grad.clone() for name, p in reference.named_parameters()}
+
+
+def all_cases(rank: int, world: int, dp: int, cp: int) -> list[tuple[str, str, float]]:
+    register_attention(CpGroups(dp, cp))
+    rows, results = documents(), []
+    for masks in MASKS:
+        for number, chosen in enumerate(RECIPES):
+            net = DistributedDataParallel(model("equipoise")) if world > 1 else model("equipoise")
+            loader = BalancedLoader(
+                rows,
+                chosen,
+                lengths=masks.lengths(),
+                max_tokens_per_rank=-(-48 // cp) + 4,
+                documents_per_step=12,
+                dp=dp,
+                cp=cp,
+                rank=rank,
+                shapes=Shapes(max_docs=12) if number == 1 else None,
+                too_long="split" if number == 2 else "error",
+                timeout=50,
+            )
+            held: list[tuple[int, int, int]] = []
+            for batch in next(loader.steps()):
+                (sum_of_losses(net, batch.to_hf(), batch.labels) * batch.loss_scale()).backward()
+                sizes = batch.cu_seqlens.diff().tolist()
+                told = zip(batch.documents.tolist(), batch.starts.tolist(), sizes, strict=False)
+                held += [(d, a, a + n) for d, a, n in told if d >= 0]
+            loader.close()
+            everywhere: list = [held]
+            if world > 1:
+                everywhere = [None] * world
+                torch.distributed.all_gather_object(everywhere, held)
+            truth = one_process(rows, masks, sorted({piece for pieces in everywhere for piece in pieces}))
+            made = {name.removeprefix("module."): parameter.grad for name, parameter in net.named_parameters()}
+            error = max(float((made[name] - grad).norm() / grad.norm()) for name, grad in truth.items())
+            results.append((chosen.name, masks.kind, error))
+    return results
+
+
+@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (1, 2), (1, 3), (2, 2)])
+def test_a_step_under_masks_equals_one_process(ranks, dp: int, cp: int) -> None:
+    for results in ranks.run(all_cases, dp * cp, dp, cp, timeout=120):
+        for name, kind, error in results:
+            assert error < 1e-10, f"{name} under {kind}: gradients are off by {error:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("mix", "said"),
+    [
+        ({"attend": "ring"}, "attend='ring' computes causal attention, and these documents have prefix_lm masks"),
+        ({"attend": "ulysses"}, "use attend='groupcast', or 'none'"),
+        ({"pack": "concat", "attend": "groupcast"}, "cuts documents as causal ones"),
+    ],
+)
+def test_masks_are_never_taken_for_causal(mix: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        BalancedLoader(
+            documents(),
+            recipe("static", **mix),
+            lengths=MASKS[2].lengths(),
+            dp=1,
+            max_tokens_per_rank=64,
+            documents_per_step=4,
+        )
+
+
+def test_a_state_of_other_masks_is_refused() -> None:
+    loaders = [
+        BalancedLoader(documents(), recipe("magi"), lengths=masks, dp=1, max_tokens_per_rank=64, documents_per_step=4)
+        for masks in (MASKS[2].lengths(), MaskColumns("prefix_lm", {"lengths": TOKENS, "prefix": 0}).lengths())
+    ]
+    with pytest.raises(ValueError, match="masks"):
+        loaders[1].load_state_dict(loaders[0].state_dict())
