@@ -17,7 +17,7 @@ travel in one all-to-all with uneven splits, so tokens need not divide either. N
     >>> print(ulysses_plan(contiguous([0, 5, 11], 2), ranks=(0, 1), rank=0))
     UlyssesPlan over 2 ranks, 11 tokens in 2 documents: rank 0 holds 6
     >>> print(ulysses_plan(divided(zigzag([0, 5, 11], 2), 3), ranks=tuple(range(6)), rank=0, degree=3).outer)
-    AttentionPlan over 2 ranks, 11 tokens, 2 stages: pairs 18 (rank 0 alone), KV rows received 3/4, returned 3/4
+    AttentionPlan over 2 ranks, 11 tokens, 2 stages: pairs 15 (rank 0 alone), KV rows received 6/3, returned 6/3
 """
 
 # P ranks, U ranks of a group, H query heads, K key heads, D head dim.
