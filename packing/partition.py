@@ -14,7 +14,7 @@ unit with its queries, on blocks so coarse that a rank has few; searches (block_
 half as large, down to the finest. "mtkahypar" (extra `solvers`) is Mt-KaHyPar with a fixed seed and one thread, with the weights that DCP
 gives it. It knows one limit where there are two, and a search that only descends then repairs what it leaves over the limits.
 
-Cost: greedy about 0.2 s for 128K tokens on 16 ranks: some nine searches of `rounds` x about 0.6 µs; linear in units to set up.
+Cost: greedy 0.2–0.3 s for 128K tokens on 16 ranks: some nine searches of `rounds` x 0.6 to 1 µs; linear in units to set up.
 
     >>> from .mask_kinds import causal
     >>> placed = place(causal([3000, 900, 1100, 1000]), 4, options=Blocks(block=256))
@@ -24,7 +24,7 @@ Cost: greedy about 0.2 s for 128K tokens on 16 ranks: some nine searches of `rou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -43,6 +43,8 @@ COARSE, FRESH = 3, 12
 """Blocks a rank has at the coarsest level, at least; and up to how many a level is also started from scratch."""
 WARM = 0.15
 """Of the first threshold: that of later levels, which start from what is good already."""
+REPAIR = 8
+"""Times the rounds: what repairs Mt-KaHyPar's placement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ class Blocks:
     dim: int = 128
     itemsize: int = 2
     """Heads and bytes of a number decide whether queries or keys had better travel."""
-    rounds: int = 40_000
+    rounds: int = 30_000
     """Steps of each search; less is faster, and moves more."""
     seed: int = 0
 
@@ -148,7 +150,7 @@ def _level(mask: Mask, graph: BlockGraph, size: Int64, cap: int, balance: float,
     """Blocks and units over parts of the domain, of so many ranks each (int64[P])."""
     if o.solver == "mtkahypar":
         home, owner = partitioned(graph, size, balance, o.seed)
-        return _searched(graph, home, owner, size, cap, balance, o, heat=0.0)[:2]
+        return _searched(graph, home, owner, size, cap, balance, o, heat=0.0, rounds=REPAIR * o.rounds)[:2]
     levels = [graph]
     ways = []
     while len(levels[-1].tokens) > COARSE * len(size):
@@ -158,14 +160,15 @@ def _level(mask: Mask, graph: BlockGraph, size: Int64, cap: int, balance: float,
         levels.append(coarse)
         ways.append((block, unit))
     ways.append((np.zeros(0, np.int64), np.zeros(0, np.int64)))
-    best: tuple[Int64, Int64, float] | None = None
+    ranks, best = int(size.sum()), None
+    layouts = [joint(mask, ranks, slack=1 + o.memory), contiguous(mask.cu_seqlens, ranks)]
     for level, (block, unit) in zip(levels[::-1], ways[::-1], strict=True):
         found = []
         if best is not None:
             home, owner = best[0][block], best[1].reshape(graph.groups, -1)[:, unit].ravel()
             found.append(_searched(level, home, owner, size, cap, balance, o, heat=WARM))
         if best is None or len(level.tokens) <= FRESH * len(size):
-            for home in _starts(mask, level, size, o):
+            for home in _starts(level, size, layouts):
                 owner = np.tile(home[level.q], level.groups)
                 found.append(_searched(level, home, owner, size, cap, balance, o, heat=1.0))
         best = min(found, key=lambda one: one[2])
@@ -173,12 +176,12 @@ def _level(mask: Mask, graph: BlockGraph, size: Int64, cap: int, balance: float,
     return best[0], best[1]
 
 
-def _starts(mask: Mask, graph: BlockGraph, size: Int64, o: Blocks) -> list[Int64]:
-    """Homes of blocks to start from, int64[n] each."""
-    ranks, part = int(size.sum()), np.repeat(np.arange(len(size)), size)
+def _starts(graph: BlockGraph, size: Int64, layouts: list[Shards]) -> list[Int64]:
+    """Homes of blocks to start from, int64[n] each: where the middle of a block lies."""
+    part = np.repeat(np.arange(len(size)), size)
     middle = (graph.edges[:-1] + graph.edges[1:]) // 2
     homes = []
-    for shards in (joint(mask, ranks, slack=1 + o.memory, rounds=o.rounds // 2), contiguous(mask.cu_seqlens, ranks)):
+    for shards in layouts:
         holder = np.repeat(part, np.diff(shards.offsets))
         order = np.argsort(shards.segments[:, 0])
         homes.append(holder[order][np.searchsorted(shards.segments[order, 0], middle, side="right") - 1])
@@ -186,9 +189,19 @@ def _starts(mask: Mask, graph: BlockGraph, size: Int64, o: Blocks) -> list[Int64
 
 
 def _searched(
-    graph: BlockGraph, home: Int64, owner: Int64, size: Int64, cap: int, balance: float, o: Blocks, *, heat: float
+    graph: BlockGraph,
+    home: Int64,
+    owner: Int64,
+    size: Int64,
+    cap: int,
+    balance: float,
+    o: Blocks,
+    *,
+    heat: float,
+    rounds: int | None = None,
 ) -> tuple[Int64, Int64, float]:
     q, k, work = graph.units()
+    o = o if rounds is None else replace(o, rounds=rounds)
     return _placed(graph, q, k, work, home, owner, size, cap, balance, o, heat)
 
 
