@@ -301,7 +301,8 @@ def test_turns_and_stages_between_groups_are_agreed_on():
     plan = Inside(lengths=(19, 7), kind="gather").plan(tuple(range(6)), 0)
     known = plan.outer.traffic
     in_turns, later = replace(plan.outer, head_chunks=2), replace(known, by_stage=known.by_stage[::-1].copy())
-    for outer in (in_turns, replace(plan.outer, known=later)):
+    in_groups, asked = replace(plan.outer, head_groups=2), replace(known, q_by_stage=known.by_stage)
+    for outer in (in_turns, in_groups, replace(plan.outer, known=later), replace(plan.outer, known=asked)):
         assert words(replace(plan, outer=outer), 0, "")[0] != words(plan, 0, "")[0]
 
 
