@@ -115,3 +115,38 @@ def test_stopped_it_leaves_no_process_and_no_half_index(how: signal.Signals, tmp
 def test_planning_and_indexing_import_no_torch() -> None:
     code = "import sys, equipoise.cli, equipoise.loaders.tar_index; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("recipe", ["magi", "static", "wlb", "skrull", "dynamic_cp"])
+def test_a_picture_shows_who_computes(recipe: str) -> None:
+    result = CliRunner().invoke(app, ["draw", "40", "16", "8", "--recipe", recipe, "--cp", "3"])
+    rows = result.stdout.splitlines()
+    assert result.exit_code == 0 and len(rows) == 48 and all(len(row) == 48 for row in rows)
+    assert set("".join(rows)) == set("012·")
+
+
+def test_masks_are_drawn(tmp_path: Path) -> None:
+    options = ["draw", "24", "--cp", "2"]
+    shown = CliRunner().invoke(app, [*options, "--mask", "prefix_lm:prefix=10"]).stdout.splitlines()
+    assert [row.count("·") for row in shown] == [14] * 10 + list(range(13, -1, -1))
+    for mask in ("full", "sliding_window:window=3", "shared_question:answers=3", "block_causal:block=5"):
+        path = tmp_path / "plan.png"
+        result = CliRunner().invoke(app, [*options, "--mask", mask, "--output", str(path)])
+        assert result.exit_code == 0 and path.read_bytes()[1:4] == b"PNG"
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--mask", "oval"], "a mask is one of causal, full"),
+        (["--mask", "prefix_lm"], "'prefix'"),
+        (["--mask", "prefix_lm:prefix=x"], "options of a mask are name=number"),
+        (["--recipe", "static", "--mask", "full"], "attend='ring' computes causal attention, and these documents have full masks"),
+        (["--recipe", "vrsp"], "no blocks to draw"),
+        (["--recipe", "circle"], "recipe must be one of"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_drawn_is_one_line(options: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["draw", "24", *options])
+    assert result.exit_code == 1 and said in result.stderr and result.stderr.count("\n") == 1
