@@ -5,7 +5,7 @@ pack into ``Shards`` (shard) and says how its ranks attend (attend).
 
     >>> from equipoise import recipe
     >>> recipe("vrsp")
-    Recipe(name='vrsp', pack='best_fit', place='vrsp', shard='contiguous', attend='ulysses', options=None, shard_cost=None, ulysses=None)
+    Recipe(name='vrsp', pack='best_fit', place='vrsp', shard='contiguous', attend='ulysses', options=None, shard_cost=None, ulysses=None, tap=None)
     >>> recipe("static", pack="concat", attend="ulysses").name
     'static+pack=concat+attend=ulysses'
     >>> recipe("static", ulysses=2).name                # USP: a ring between pairs of ranks that trade heads
@@ -18,6 +18,7 @@ pack into ``Shards`` (shard) and says how its ranks attend (attend).
 | ``chunkflow``: ChunkFlow | chunks, dependent and standalone | rounds of chunks | whole | (not yet) |
 | ``skrull``: Skrull | GDS | GDS | DACP | ring |
 | ``vrsp``: Libra | best fit to a fixed length | VRSP | contiguous | Ulysses |
+| ``libra``: Libra | best fit to a fixed length | VRSP over pools | contiguous | TAP over pools |
 | ``flexsp``: FlexSP | sequences | SP groups of unequal size | contiguous | Ulysses |
 | ``dynamic_cp``: Megatron-LM | sequences | CP groups of unequal size | zigzag | ring |
 | ``magi``: MagiAttention | best fit to a fixed length | in order, shuffled | chunks dealt out by area | group cast |
@@ -34,6 +35,7 @@ those of a node, hold one shard between them and share the heads, and ring, dire
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
@@ -41,11 +43,14 @@ from typing import Any
 
 import numpy as np
 
+from .attention.plan import AttentionPlan
+from .attention.tiles import Tap
 from .packing.cost import SEVEN_B, CostModel
 from .packing.dacp import dacp, dacp_costs, dacp_shards
 from .packing.dispatch import dispatch
 from .packing.dispatch_joint import joint
 from .packing.lengths import Lengths
+from .packing.mask_kinds import causal
 from .packing.masks import Mask
 from .packing.mixed import mixed
 from .packing.packs import Spans
@@ -70,7 +75,7 @@ PLACES = {
 }
 # How a pack is sharded, and the attention that fits it.
 PLANS = ("ring", "direct", "gather")
-MASKED = ("groupcast",)  # attention under any mask
+MASKED = ("groupcast", "tap")  # attention under any mask
 PLACED = (*PLANS, *MASKED)
 ATTENDS = {
     "zigzag": (*PLACED, "ulysses", "none"),
@@ -79,7 +84,7 @@ ATTENDS = {
     "striped": (*PLACED, "ulysses", "none"),
     "adaptive": (*PLACED, "none"),
     "mixed": (*PLACED, "none"),
-    "dacp": (*PLACED, "none"),
+    "dacp": (*PLANS, "groupcast", "none"),  # what is decided of one pack is not known of a pool's others
     "dispatch": (*PLACED, "none"),
     "joint": (*PLACED, "none"),
     "whole": ("none",),
@@ -109,7 +114,8 @@ class Recipe:
             where that is quicker), ``dispatch`` (equal chunks dealt out by area), ``joint`` (balanced with as few bytes as we
             find), or ``whole`` (no context parallelism).
         attend: ``ring`` (KV passed on from rank to rank), ``direct`` (straight from home to who needs it, in as many stages),
-            ``gather`` (the same in one stage), ``groupcast`` (in stages chosen by cost), ``ulysses``, or ``none`` (the batch carries no plan: bring your own attention).
+            ``gather`` (the same in one stage), ``groupcast`` (in stages chosen by cost), ``tap`` (tiles
+            migrate between the CP groups of a pool, ``Vrsp(pool_size=…)``), ``ulysses``, or ``none`` (the batch carries no plan: bring your own attention).
         options: ``WlbQueues`` (documents may wait for company; None: they never do), ``ChunkFlow``, ``FlexSp`` or
             ``DynamicCp``, ``Vrsp`` (None: their defaults).
         shard_cost: what attention over a pack costs a rank, for ``adaptive`` and ``mixed``; None: that of a dense 7B over
@@ -117,6 +123,7 @@ class Recipe:
         ulysses: neighbours that trade tokens for heads inside ``ring``, ``direct`` or ``gather``, at most as many as there are
             query heads; None: none do. They must divide ``cp``; where groups are planned (``flexsp``, ``dynamic_cp``), a group
             whose size they do not divide takes the greatest common divisor.
+        tap: how attention is shared in a pool, for ``tap``; None: the defaults.
     """
 
     name: str
@@ -127,6 +134,7 @@ class Recipe:
     options: Options | None = None
     shard_cost: ShardCost | None = None
     ulysses: int | None = None
+    tap: Tap | None = None
 
     def __post_init__(self) -> None:
         _fit("pack", self.pack, "place", self.place, PLACES)
@@ -137,6 +145,8 @@ class Recipe:
             raise ValueError(
                 f"pack={self.pack!r}, place={self.place!r} take {takes}; got {type(self.options).__name__}"
             )
+        if self.tap is not None and self.attend != "tap":
+            raise ValueError(f"tap says how attend='tap' shares attention; got attend={self.attend!r}")
         if self.ulysses is not None and (self.ulysses < 1 or self.attend not in PLANS):
             raise ValueError(
                 f"ulysses is a number of ranks, at least 1, inside attend={' or '.join(map(repr, PLANS))}; got "
@@ -156,6 +166,10 @@ class Recipe:
     def trading(self, cp_size: int) -> int:
         """How many neighbours of a group of ``cp_size`` ranks hold one shard between them and trade heads."""
         return gcd(self.ulysses or 1, cp_size)
+
+    def replicas_of_pool(self, cluster: Cluster) -> int:
+        """Neighbouring replicas that share the attention of the packs they run in a slot."""
+        return self.options.pool(cluster.dp) if self.attend == "tap" and isinstance(self.options, Vrsp) else 1
 
     @property
     def cuts(self) -> bool:
@@ -193,7 +207,7 @@ class Recipe:
                 f"pad_tp lays documents out for Transformer Engine's zigzag over single ranks, and ulysses={self.ulysses} divides "
                 f"them over groups: leave one of them out"
             )
-        if isinstance(self.options, Vrsp) and cluster.dp % self.options.pool_size:
+        if isinstance(self.options, Vrsp) and cluster.dp % self.options.pool(cluster.dp):
             raise ValueError(f"pools of {self.options.pool_size} replicas must divide dp; got dp={cluster.dp}")
         if cluster.speeds is not None and self.place != "vrsp":
             raise ValueError(f"speeds are balanced by place='vrsp'; recipe {self.name!r} has place={self.place!r}")
@@ -305,7 +319,18 @@ class Recipe:
             from .attention.groupcast import groupcast_plan
 
             return groupcast_plan(shards, ranks, cp_rank, mask=mask)
+        if self.attend == "tap":
+            return self.pooled([shards], ranks, cp_rank, [mask])
         return None
+
+    def pooled(
+        self, shards: Sequence[Shards], ranks: tuple[int, ...], rank: int, masks: Sequence[Mask | None]
+    ) -> AttentionPlan:
+        """The part of rank ``ranks[rank]`` in a plan of a pool, whose CP groups hold these shards; a pack without a mask is causal."""
+        known = [
+            causal(np.diff(pack.cu_seqlens)) if mask is None else mask for pack, mask in zip(shards, masks, strict=True)
+        ]
+        return (self.tap or Tap()).plan(shards, ranks, rank, known)
 
 
 def _fit(first: str, chosen: str, second: str, other: str, legal: dict[str, tuple[str, ...]]) -> None:
@@ -329,6 +354,14 @@ NAMED = {
     "vrsp": Recipe(name="vrsp", pack="best_fit", place="vrsp", shard="contiguous", attend="ulysses"),
     "flexsp": Recipe(name="flexsp", pack="sequences", place="flexsp", shard="contiguous", attend="ulysses"),
     "dynamic_cp": Recipe(name="dynamic_cp", pack="sequences", place="dynamic_cp", shard="zigzag", attend="ring"),
+    "libra": Recipe(
+        name="libra",
+        pack="best_fit",
+        place="vrsp",
+        shard="contiguous",
+        attend="tap",
+        options=Vrsp(pool_size=None),
+    ),
     "magi": Recipe(name="magi", pack="best_fit", place="in_order", shard="dispatch", attend="groupcast"),
 }
 
@@ -352,6 +385,7 @@ def recipe(
     options: Options | None = None,
     shard_cost: ShardCost | None = None,
     ulysses: int | None = None,
+    tap: Tap | None = None,
 ) -> Recipe:
     """A named recipe, or a mix that starts from one. Raises ValueError for an unknown name or halves that do not fit."""
     base = choose(name)
@@ -359,7 +393,7 @@ def recipe(
     changed = {key: value for key, value in choices.items() if value is not None and value != getattr(base, key)}
     label = name + "".join(f"+{key}={value}" for key, value in changed.items())
     kept = base.options if base.pack == changed.get("pack", base.pack) else None
-    return replace(base, name=label, options=options or kept, shard_cost=shard_cost, **changed)  # type: ignore[arg-type]
+    return replace(base, name=label, options=options or kept, shard_cost=shard_cost, tap=tap, **changed)  # type: ignore[arg-type]
 
 
 def plan(

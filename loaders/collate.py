@@ -95,7 +95,7 @@ class ThdCollator:
                 "num_docs": len(spans),
                 "max_seqlen": shapes.longest(int(spans.tokens.max())),
                 "layout": self.recipe.layout,
-                "plan": self.recipe.attention(shards, spec.ranks, spec.cp_rank, mask=spec.mask),
+                "plan": self._attention(spec, shards),
                 "pack_mask": spec.mask,
                 "cp_size": len(spec.ranks),
                 "cp_rank": spec.cp_rank,
@@ -121,6 +121,20 @@ class ThdCollator:
                 **{name: _tensor(value) for name, value in columns.items()},
             }
         )
+
+    def _attention(self, spec: MicroBatch, shards: Shards) -> Any:
+        """This rank's plan: of its CP group, or its part in that of the pool which the group shares attention with."""
+        if not spec.pool:
+            return self.recipe.attention(shards, spec.ranks, spec.cp_rank, mask=spec.mask)
+        cp = len(spec.ranks)
+        first = spec.ranks[0] // (cp * len(spec.pool)) * cp * len(spec.pool)
+        packs, masks = [], []
+        for spans, mask in spec.pool:
+            other, _ = self._filled(replace(spec, spans=spans, document_tokens=spans.tokens, mask=mask), {})
+            packs.append(self.recipe.shards(_boundaries(other)[1], cp, None, spec.max_tokens_per_rank, mask=other.mask))
+            masks.append(other.mask)
+        ranks = tuple(range(first, first + cp * len(packs)))
+        return self.recipe.pooled(packs, ranks, spec.ranks[spec.cp_rank] - first, masks)
 
     def _filled(self, spec: MicroBatch, rows: Rows) -> tuple[MicroBatch, Rows]:
         """The micro-batch with fillers behind, up to the size that all share; their row is any, for it is not read."""

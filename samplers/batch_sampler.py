@@ -334,9 +334,20 @@ class BalancedBatchSampler:
                 else (int(plan.rounds.chunk_index[pack]), int(plan.rounds.chunk_count[pack])),
                 state=self.state(plan.epoch, plan.step, slot + 1, num_slots, plan.num_targets),
                 mask=self._mask_of(spans[slot]),
+                pool=self._pool(plan, slot),
             )
             for slot, pack in enumerate(row)
         ]
+
+    def _pool(self, plan: StepPlan, slot: int) -> tuple[tuple[Spans, Mask | None], ...]:
+        """The packs with which this rank's shares its attention, its own among them."""
+        size = self.recipe.replicas_of_pool(self.cluster)
+        if size == 1:
+            return ()
+        first = self.rank // self.cluster.cp // size * size
+        packs = plan.grid[(first + np.arange(size)) * self.cluster.cp, slot].tolist()
+        spans = [plan.packs.take([pack]).spans for pack in packs]
+        return tuple((each, self._mask_of(each)) for each in spans)
 
     def _mask_of(self, spans: Spans) -> Mask | None:
         """That of a pack; None where all documents are causal."""

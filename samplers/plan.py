@@ -336,6 +336,9 @@ class MicroBatch:
     chunk: tuple[int, int] | None  # (index, count) in its document's group, where documents are cut into chunks
     state: dict  # what resumes a run behind this micro-batch
     mask: Mask | None = None  # of the pack's spans; None: causal within each
+    pool: tuple[
+        tuple[Spans, Mask | None], ...
+    ] = ()  # packs that share attention in this slot, in order of ranks; (): none do
 
     def __repr__(self) -> str:
         return (

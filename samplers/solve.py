@@ -53,11 +53,16 @@ class ChunkFlow:
 class Vrsp:
     """Options of VRSP: replicas whose attention is pooled (Libra), so that only their sum has to be level."""
 
-    pool_size: int = 1
+    pool_size: int | None = 1
+    """None: the most up to 8 that divide dp."""
 
     def __post_init__(self) -> None:
-        if self.pool_size < 1:
+        if self.pool_size is not None and self.pool_size < 1:
             raise ValueError(f"pool_size must be at least 1; got {self.pool_size}")
+
+    def pool(self, dp: int) -> int:
+        """Replicas of a pool, of dp."""
+        return self.pool_size or max(size for size in range(1, 9) if dp % size == 0)
 
 
 def solve(
@@ -98,7 +103,7 @@ def solve(
     elif place == "chunkflow":
         layout = _chunked(spans, cost, cluster, window, options if isinstance(options, ChunkFlow) else ChunkFlow())
     else:
-        pool_size = options.pool_size if isinstance(options, Vrsp) else 1
+        pool_size = options.pool(cluster.dp) if isinstance(options, Vrsp) else 1
         layout = _packed_then_placed(spans, units, cost, cluster, window, pack, place, pool_size)
     if stand_ins:
         layout = ungrouped(layout, window.spans, span_units, window.atom)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from equipoise import BalancedLoader, CpGroups, MaskColumns, recipe, register_attention
+from equipoise.attention.tiles import Tap
 from equipoise.loaders.shapes import Shapes
 from equipoise.packing.mask_kinds import Ragged
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +24,7 @@ RECIPES = [
     recipe("vrsp", attend="groupcast"),
     recipe("static", shard="joint", attend="groupcast"),
     recipe("dynamic_cp", attend="groupcast"),
+    recipe("libra", tap=Tap(head_groups=2, block=4, tolerance=1)),
 ]
 
 
@@ -63,7 +65,7 @@ def all_cases(rank: int, world: int, dp: int, cp: int) -> list[tuple[str, str, f
                 dp=dp,
                 cp=cp,
                 rank=rank,
-                shapes=Shapes(max_docs=12) if number == 1 else None,
+                shapes=Shapes(max_docs=12) if number in (1, 4) else None,
                 too_long="split" if number == 2 else "error",
                 timeout=50,
             )
@@ -96,7 +98,7 @@ def test_a_step_under_masks_equals_one_process(ranks, dp: int, cp: int) -> None:
     ("mix", "said"),
     [
         ({"attend": "ring"}, "attend='ring' computes causal attention, and these documents have prefix_lm masks"),
-        ({"attend": "ulysses"}, "use attend='groupcast', or 'none'"),
+        ({"attend": "ulysses"}, "use attend='groupcast' or 'tap', or 'none'"),
         ({"pack": "concat", "attend": "groupcast"}, "cuts documents as causal ones"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from equipoise import BalancedLoader, CpGroups, recipe, register_attention
+from equipoise.attention.tiles import Tap
 from equipoise.packing.queues import WlbQueues
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,6 +33,10 @@ RECIPES += [
     recipe("static", shard="striped", attend="ulysses"),
 ]
 RECIPES += [recipe("static", pack="concat", shard="zigzag_sequence"), recipe("vrsp", attend="ring")]
+RECIPES += [
+    recipe("libra", tap=Tap(head_groups=2, block=4)),
+    recipe("libra", shard="zigzag", tap=Tap(block=3, tolerance=1)),
+]
 # Ulysses inside: pairs of neighbours, which must divide cp where every group has that size.
 RECIPES += [recipe("dynamic_cp", ulysses=2), recipe("flexsp", attend="direct", ulysses=2)]
 INSIDE = [recipe("static", ulysses=2), recipe("skrull", attend="gather", ulysses=2)]
