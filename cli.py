@@ -164,8 +164,8 @@ def _work(chosen: Recipe, mask: Mask, cp: int) -> Int64:
     spans = Spans(document=np.arange(len(mask)), start=none, stop=mask.tokens, pairs=mask.pairs())
     cluster = Cluster(dp=1, cp=cp, max_tokens_per_rank=-(-2 * total // cp))
     decision = chosen.decide(spans, cp, cluster, CostModel.of(SEVEN_B, Hardware()))
-    shards = chosen.shards(mask.cu_seqlens, cp, decision, cluster.max_tokens_per_rank, mask=mask)
-    plans = [chosen.attention(shards, tuple(range(cp)), rank, mask=mask) for rank in range(cp)]
+    ranks, most = tuple(range(cp)), cluster.max_tokens_per_rank
+    plans = [chosen.laid_out(mask.cu_seqlens, ranks, rank, decision, most, mask=mask)[1] for rank in ranks]
     if not all(isinstance(plan, AttentionPlan) for plan in plans):
         raise ValueError(
             f"attend={chosen.attend!r} divides heads or leaves attention to you: there are no blocks to draw"

@@ -5,7 +5,7 @@ pack into ``Shards`` (shard) and says how its ranks attend (attend).
 
     >>> from equipoise import recipe
     >>> recipe("vrsp")
-    Recipe(name='vrsp', pack='best_fit', place='vrsp', shard='contiguous', attend='ulysses', options=None, shard_cost=None, ulysses=None, tap=None)
+    Recipe(name='vrsp', pack='best_fit', place='vrsp', shard='contiguous', attend='ulysses', options=None, shard_cost=None, ulysses=None, tap=None, blocks=None)
     >>> recipe("static", pack="concat", attend="ulysses").name
     'static+pack=concat+attend=ulysses'
     >>> recipe("static", ulysses=2).name                # USP: a ring between pairs of ranks that trade heads
@@ -15,12 +15,13 @@ pack into ``Shards`` (shard) and says how its ranks attend (attend).
 |---|---|---|---|---|
 | ``static``: no balancing, the baseline | best fit to a fixed length | in order, shuffled | zigzag | ring |
 | ``wlb``: WLB-LLM | variable length, by workload, queues | VRSP | adaptive | direct |
-| ``chunkflow``: ChunkFlow | chunks, dependent and standalone | rounds of chunks | whole | (not yet) |
+| ``chunkflow``: ChunkFlow | chunks, dependent and standalone | rounds of chunks | whole | KV store: ``run_chunks`` |
 | ``skrull``: Skrull | GDS | GDS | DACP | ring |
 | ``vrsp``: Libra | best fit to a fixed length | VRSP | contiguous | Ulysses |
 | ``libra``: Libra | best fit to a fixed length | VRSP over pools | contiguous | TAP over pools |
 | ``flexsp``: FlexSP | sequences | SP groups of unequal size | contiguous | Ulysses |
 | ``dynamic_cp``: Megatron-LM | sequences | CP groups of unequal size | zigzag | ring |
+| ``dcp``: DCP | best fit to a fixed length | in order, shuffled | blocks, with their attention | blocks |
 | ``magi``: MagiAttention | best fit to a fixed length | in order, shuffled | chunks dealt out by area | group cast |
 
 WLB-LLM places its packs in order, since they are alike. Where one long document is worth several packs they are not, and
@@ -43,6 +44,7 @@ from typing import Any
 
 import numpy as np
 
+from .attention.blocks import Blocks, Placement, block_plan, place
 from .attention.plan import AttentionPlan
 from .attention.tiles import Tap
 from .packing.cost import SEVEN_B, CostModel
@@ -75,8 +77,8 @@ PLACES = {
 }
 # How a pack is sharded, and the attention that fits it.
 PLANS = ("ring", "direct", "gather")
-MASKED = ("groupcast", "tap")  # attention under any mask
-PLACED = (*PLANS, *MASKED)
+MASKED = ("groupcast", "tap", "blocks")  # attention under any mask
+PLACED = (*PLANS, "groupcast", "tap")
 ATTENDS = {
     "zigzag": (*PLACED, "ulysses", "none"),
     "zigzag_sequence": (*PLACED, "ulysses", "none"),
@@ -87,6 +89,7 @@ ATTENDS = {
     "dacp": (*PLANS, "groupcast", "none"),  # what is decided of one pack is not known of a pool's others
     "dispatch": (*PLACED, "none"),
     "joint": (*PLACED, "none"),
+    "blocks": ("blocks", "groupcast", "none"),
     "whole": ("none",),
 }
 SEVEN_B_SHARDS = ShardCost.of(SEVEN_B, bytes_per_second=50e9)
@@ -112,10 +115,11 @@ class Recipe:
         shard: ``zigzag`` per document, ``zigzag_sequence``, ``contiguous``, ``striped``, ``adaptive`` (zigzag per document or
             per sequence, by kernel time), ``mixed`` (each document over as many ranks as pays), ``dacp`` (documents whole
             where that is quicker), ``dispatch`` (equal chunks dealt out by area), ``joint`` (balanced with as few bytes as we
-            find), or ``whole`` (no context parallelism).
+            find), ``blocks`` (as DCP places them), or ``whole`` (no context parallelism).
         attend: ``ring`` (KV passed on from rank to rank), ``direct`` (straight from home to who needs it, in as many stages),
             ``gather`` (the same in one stage), ``groupcast`` (in stages chosen by cost), ``tap`` (tiles
-            migrate between the CP groups of a pool, ``Vrsp(pool_size=…)``), ``ulysses``, or ``none`` (the batch carries no plan: bring your own attention).
+            migrate between the CP groups of a pool, ``Vrsp(pool_size=…)``), ``blocks`` (on whichever rank they were placed: DCP,
+            whose domain is all ranks of a slot: ``dp=1``), ``ulysses``, or ``none`` (the batch carries no plan: bring your own attention).
         options: ``WlbQueues`` (documents may wait for company; None: they never do), ``ChunkFlow``, ``FlexSp`` or
             ``DynamicCp``, ``Vrsp`` (None: their defaults).
         shard_cost: what attention over a pack costs a rank, for ``adaptive`` and ``mixed``; None: that of a dense 7B over
@@ -124,6 +128,7 @@ class Recipe:
             query heads; None: none do. They must divide ``cp``; where groups are planned (``flexsp``, ``dynamic_cp``), a group
             whose size they do not divide takes the greatest common divisor.
         tap: how attention is shared in a pool, for ``tap``; None: the defaults.
+        blocks: how blocks are cut and placed, for ``blocks``; None: the defaults.
     """
 
     name: str
@@ -135,6 +140,7 @@ class Recipe:
     shard_cost: ShardCost | None = None
     ulysses: int | None = None
     tap: Tap | None = None
+    blocks: Blocks | None = None
 
     def __post_init__(self) -> None:
         _fit("pack", self.pack, "place", self.place, PLACES)
@@ -147,6 +153,8 @@ class Recipe:
             )
         if self.tap is not None and self.attend != "tap":
             raise ValueError(f"tap says how attend='tap' shares attention; got attend={self.attend!r}")
+        if self.blocks is not None and self.shard != "blocks":
+            raise ValueError(f"blocks says how shard='blocks' places them; got shard={self.shard!r}")
         if self.ulysses is not None and (self.ulysses < 1 or self.attend not in PLANS):
             raise ValueError(
                 f"ulysses is a number of ranks, at least 1, inside attend={' or '.join(map(repr, PLANS))}; got "
@@ -175,6 +183,11 @@ class Recipe:
     def cuts(self) -> bool:
         """Whether packing may cut a document that fits."""
         return self.pack in ("concat", "chunks")
+
+    @property
+    def places_slowly(self) -> bool:
+        """Whether laying a pack out takes so long that it is kept for packs of the same lengths and masks."""
+        return self.attend == "blocks"
 
     @property
     def slow(self) -> bool:
@@ -253,6 +266,29 @@ class Recipe:
         most = cluster.max_tokens_per_rank * inside
         return dacp(spans.tokens, whole, split, sent, cp_size=cp_size // inside, max_tokens_per_rank=most)
 
+    def laid_out(
+        self,
+        cu_seqlens: np.ndarray,
+        ranks: tuple[int, ...],
+        cp_rank: int,
+        decision: np.ndarray | None = None,
+        max_tokens: int | None = None,
+        *,
+        mask: Mask | None = None,
+    ) -> tuple[Shards, Any]:
+        """What ``shards`` and then ``attention`` give; ``blocks`` decides both at once."""
+        if self.attend == "blocks":
+            known, placed = self._placed(cu_seqlens, len(ranks), max_tokens, mask)
+            return placed.shards, block_plan(known, placed, ranks, rank=cp_rank)
+        shards = self.shards(cu_seqlens, len(ranks), decision, max_tokens, mask=mask)
+        return shards, self.attention(shards, ranks, cp_rank, mask=mask)
+
+    def _placed(
+        self, cu_seqlens: np.ndarray, cp_size: int, max_tokens: int | None, mask: Mask | None
+    ) -> tuple[Mask, Placement]:
+        known = causal(np.diff(cu_seqlens)) if mask is None else mask
+        return known, place(known, cp_size, max_tokens=max_tokens, options=self.blocks)
+
     def shards(
         self,
         cu_seqlens: np.ndarray,
@@ -287,6 +323,8 @@ class Recipe:
             return striped(cu_seqlens, cp_size)
         if self.shard == "adaptive":
             return adaptive(cu_seqlens, cp_size, self.shard_cost or SEVEN_B_SHARDS)
+        if self.shard == "blocks":
+            return self._placed(cu_seqlens, cp_size, max_tokens, mask)[1].shards
         if self.shard in ("dispatch", "joint"):
             deal = dispatch if self.shard == "dispatch" else joint
             return deal(cu_seqlens if mask is None else mask, cp_size, max_tokens=max_tokens)
@@ -295,7 +333,12 @@ class Recipe:
         return zigzag(cu_seqlens, cp_size, per="sequence" if self.shard == "zigzag_sequence" else "document")
 
     def attention(self, shards: Shards, ranks: tuple[int, ...], cp_rank: int, *, mask: Mask | None = None) -> Any:
-        """The plan that ``attend`` runs on rank ``ranks[cp_rank]``; None for ``attend='none'``. mask: as ``shards`` takes it."""
+        """The plan that ``attend`` runs on rank ``ranks[cp_rank]``; None for ``attend='none'``. mask: as ``shards`` takes it.
+
+        Raises ValueError for ``attend='blocks'``, whose plan shards alone do not tell: see ``laid_out``.
+        """
+        if self.attend == "blocks":
+            raise ValueError("attend='blocks' decides shards and plan at once: call laid_out")
         between = partial(self._between, mask=mask)
         inside = self.trading(len(ranks))
         if self.attend == "ulysses" or inside > 1:
@@ -362,6 +405,7 @@ NAMED = {
         attend="tap",
         options=Vrsp(pool_size=None),
     ),
+    "dcp": Recipe(name="dcp", pack="best_fit", place="in_order", shard="blocks", attend="blocks"),
     "magi": Recipe(name="magi", pack="best_fit", place="in_order", shard="dispatch", attend="groupcast"),
 }
 
@@ -386,6 +430,7 @@ def recipe(
     shard_cost: ShardCost | None = None,
     ulysses: int | None = None,
     tap: Tap | None = None,
+    blocks: Blocks | None = None,
 ) -> Recipe:
     """A named recipe, or a mix that starts from one. Raises ValueError for an unknown name or halves that do not fit."""
     base = choose(name)
@@ -393,7 +438,7 @@ def recipe(
     changed = {key: value for key, value in choices.items() if value is not None and value != getattr(base, key)}
     label = name + "".join(f"+{key}={value}" for key, value in changed.items())
     kept = base.options if base.pack == changed.get("pack", base.pack) else None
-    return replace(base, name=label, options=options or kept, shard_cost=shard_cost, tap=tap, **changed)  # type: ignore[arg-type]
+    return replace(base, name=label, options=options or kept, shard_cost=shard_cost, tap=tap, blocks=blocks, **changed)  # type: ignore[arg-type]
 
 
 def plan(

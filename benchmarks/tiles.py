@@ -20,7 +20,6 @@ from equipoise.attention.traffic import evenness
 from equipoise.packing.cost import causal_pairs
 from equipoise.packing.shards import contiguous
 from equipoise.samplers.vrsp import pools
-
 from traffic import lengths_of
 
 PACKS = 128

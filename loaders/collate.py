@@ -7,6 +7,7 @@ and everything else is a handful of vectorised passes over this rank's tokens.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,9 @@ from .dataset import SKIPPED, Rows, fault_of_labels
 from .layout import IGNORE, PADDING, num_targets
 from .shapes import Shapes
 from .slices import Slices
+
+RECENT = 8
+"""Packs whose layout is kept, where making it takes long."""
 
 if TYPE_CHECKING:
     from ..recipes import Recipe
@@ -62,6 +66,7 @@ class ThdCollator:
             raise ValueError(f"label_offsets are whole numbers of at least 1, tokens ahead; got {label_offsets!r}")
         self.label_offsets = tuple(map(int, label_offsets))
         self.shapes = shapes or Shapes()
+        self._recent: OrderedDict[bytes, tuple[Shards, Any]] = OrderedDict()
         self.shapes.check_rule(recipe.shard)
 
     def __call__(self, fetched: Sequence[tuple[MicroBatch, Rows]]) -> ThdBatch:
@@ -74,7 +79,7 @@ class ThdCollator:
         spec, rows = self._filled(spec, rows)
         spans, shapes = spec.spans, self.shapes
         cu_seqlens, cu_padded = _boundaries(spec)
-        shards = self.recipe.shards(cu_padded, len(spec.ranks), spec.decision, spec.max_tokens_per_rank, mask=spec.mask)
+        shards, plan = self._laid_out(spec, cu_padded)
         local = _Segments(spec, shards, rows)
         columns, labels, behind = local.columns(rows)
         ids = columns.pop("input_ids")
@@ -95,7 +100,7 @@ class ThdCollator:
                 "num_docs": len(spans),
                 "max_seqlen": shapes.longest(int(spans.tokens.max())),
                 "layout": self.recipe.layout,
-                "plan": self._attention(spec, shards),
+                "plan": plan,
                 "pack_mask": spec.mask,
                 "cp_size": len(spec.ranks),
                 "cp_rank": spec.cp_rank,
@@ -122,10 +127,24 @@ class ThdCollator:
             }
         )
 
-    def _attention(self, spec: MicroBatch, shards: Shards) -> Any:
-        """This rank's plan: of its CP group, or its part in that of the pool which the group shares attention with."""
-        if not spec.pool:
-            return self.recipe.attention(shards, spec.ranks, spec.cp_rank, mask=spec.mask)
+    def _laid_out(self, spec: MicroBatch, cu_padded: np.ndarray) -> tuple[Shards, Any]:
+        """Shards of the pack, and this rank's plan."""
+        decision, most, mask = spec.decision, spec.max_tokens_per_rank, spec.mask
+        if spec.pool:
+            return self.recipe.shards(cu_padded, len(spec.ranks), decision, most, mask=mask), self._pooled(spec)
+        if not self.recipe.places_slowly:
+            return self.recipe.laid_out(cu_padded, spec.ranks, spec.cp_rank, decision, most, mask=mask)
+        key = repr((spec.ranks, spec.cp_rank, most)).encode() + cu_padded.tobytes()
+        key += b"" if mask is None else mask.tiles_of_pack().tobytes()
+        if key not in self._recent:
+            self._recent[key] = self.recipe.laid_out(cu_padded, spec.ranks, spec.cp_rank, decision, most, mask=mask)
+        self._recent.move_to_end(key)
+        if len(self._recent) > RECENT:
+            self._recent.popitem(last=False)
+        return self._recent[key]
+
+    def _pooled(self, spec: MicroBatch) -> Any:
+        """This rank's part in the plan of the pool with which its CP group shares attention."""
         cp = len(spec.ranks)
         first = spec.ranks[0] // (cp * len(spec.pool)) * cp * len(spec.pool)
         packs, masks = [], []

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..samplers.plan import StepPlan
 
 FILLER_TOKENS = 512
-UNEVEN = ("dacp", "mixed", "dispatch", "joint")  # rules that give ranks unequal shares
+UNEVEN = ("dacp", "mixed", "dispatch", "joint", "blocks")  # rules that give ranks unequal shares
 
 
 @dataclass(frozen=True, kw_only=True)

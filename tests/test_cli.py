@@ -117,7 +117,7 @@ def test_planning_and_indexing_import_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("recipe", ["magi", "static", "wlb", "skrull", "dynamic_cp"])
+@pytest.mark.parametrize("recipe", ["magi", "dcp", "libra", "static", "wlb", "skrull", "dynamic_cp"])
 def test_a_picture_shows_who_computes(recipe: str) -> None:
     result = CliRunner().invoke(app, ["draw", "40", "16", "8", "--recipe", recipe, "--cp", "3"])
     rows = result.stdout.splitlines()

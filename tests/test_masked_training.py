@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from equipoise import BalancedLoader, CpGroups, MaskColumns, recipe, register_attention
+from equipoise.attention.blocks import Blocks
 from equipoise.attention.tiles import Tap
 from equipoise.loaders.shapes import Shapes
 from equipoise.packing.mask_kinds import Ragged
@@ -21,6 +22,7 @@ MASKS = [
 ]  # fmt: skip
 RECIPES = [
     recipe("magi"),
+    recipe("dcp", blocks=Blocks(block=8, head_groups=2)),
     recipe("vrsp", attend="groupcast"),
     recipe("static", shard="joint", attend="groupcast"),
     recipe("dynamic_cp", attend="groupcast"),
@@ -98,7 +100,7 @@ def test_a_step_under_masks_equals_one_process(ranks, dp: int, cp: int) -> None:
     ("mix", "said"),
     [
         ({"attend": "ring"}, "attend='ring' computes causal attention, and these documents have prefix_lm masks"),
-        ({"attend": "ulysses"}, "use attend='groupcast' or 'tap', or 'none'"),
+        ({"attend": "ulysses"}, "use attend='groupcast' or 'tap' or 'blocks', or 'none'"),
         ({"pack": "concat", "attend": "groupcast"}, "cuts documents as causal ones"),
     ],
 )

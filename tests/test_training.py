@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from equipoise import BalancedLoader, CpGroups, recipe, register_attention
+from equipoise.attention.blocks import Blocks
 from equipoise.attention.tiles import Tap
 from equipoise.packing.queues import WlbQueues
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -34,6 +35,7 @@ RECIPES += [
 ]
 RECIPES += [recipe("static", pack="concat", shard="zigzag_sequence"), recipe("vrsp", attend="ring")]
 RECIPES += [
+    recipe("dcp", blocks=Blocks(block=8)),
     recipe("libra", tap=Tap(head_groups=2, block=4)),
     recipe("libra", shard="zigzag", tap=Tap(block=3, tolerance=1)),
 ]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from equipoise import BalancedLoader, ThdBatch, ThdCollator, recipe
+from equipoise import BalancedLoader, MaskColumns, ThdBatch, ThdCollator, recipe, recipes
+from equipoise.attention.blocks import place
 from equipoise.loaders.shapes import Shapes
 from equipoise.packing.padded import padded_source, valid_tokens
 from hypothesis import given, settings
@@ -332,3 +333,21 @@ def test_a_stale_length_index_is_refused() -> None:
 def test_unplanned_input_is_refused() -> None:
     with pytest.raises(ValueError, match="one planned micro-batch"):
         ThdCollator(recipe("static"))([{"input_ids": [1]}, {"input_ids": [2]}])
+
+
+def test_packs_of_the_same_lengths_are_placed_once(monkeypatch) -> None:
+    """DCP's placement takes long; a mask of its own, or other lengths, are placed for themselves."""
+    placed = []
+    monkeypatch.setattr(recipes, "place", lambda *args, **options: placed.append(args) or place(*args, **options))
+    rows = [{"input_ids": np.arange(8)} for _ in range(12)]
+    index = MaskColumns("prefix_lm", {"lengths": np.full(12, 8), "prefix": 3}).lengths()
+    for lengths, times in ((None, 1), (index, 1)):
+        loader = BalancedLoader(rows, "dcp", lengths=lengths, dp=1, max_tokens_per_rank=16, documents_per_step=2)
+        batches = list(loader)
+        assert len(batches) == 6 and len(placed) == times and len({id(batch.plan) for batch in batches}) == 1
+        loader.close()
+        placed.clear()
+    rows[5] = {"input_ids": np.arange(5)}
+    loader = BalancedLoader(rows, "dcp", dp=1, max_tokens_per_rank=16, documents_per_step=2)
+    assert len(list(loader)) == 6 and len(placed) == 2
+    loader.close()
