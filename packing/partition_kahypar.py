@@ -5,7 +5,7 @@ first; a part may weigh what dealing the blocks out by LPT gives the fullest par
 blocks are of unequal length a part with room for some tokens has room for any number of pairs: what this leaves out of balance
 is for the search behind it to repair.
 
-Cost: 0.05 to 1 s for 1,000 to 16,000 units in 16 parts.
+Cost: 0.05 to 0.7 s for 1,000 to 16,000 units in 16 parts, 2 to 3 s for 34,000.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -242,6 +243,12 @@ def test_mtkahypar_places_alike_and_repeats(devices):
     assert one.shards.tokens().max() <= 1800
     greedy = place(mask, 4, max_tokens=1800, options=replace(options, solver="greedy"))
     assert greedy.bytes()[0].sum() <= 1.1 * one.bytes()[0].sum()
+
+
+def test_a_missing_solver_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mtkahypar", None)
+    with pytest.raises(ImportError, match=r"equipoise\[solvers\]"):
+        place(mask_kinds.causal(np.array([3000])), 2, options=Blocks(solver="mtkahypar"))
 
 
 @pytest.mark.parametrize(
