@@ -155,7 +155,7 @@ class BalancedBatchSampler:
                 f"exhausted={ONCE!r}"
             )
         if isinstance(lengths, Lengths) and lengths.masks is not None:
-            recipe.check_masks(lengths.masks.kind, pad_tp)
+            recipe.check_masks(lengths.masks.kind, bool(pad_tp))
         if packs_per_step is not None and not recipe.one_size:
             raise ValueError(
                 f"packs_per_step counts packs of one size, and recipe {recipe.name!r} makes them of any: give "
