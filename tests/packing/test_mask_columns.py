@@ -77,7 +77,14 @@ def test_recipes_balance_by_the_pairs_of_the_mask():
     tokens = np.full(5, 1000)
     window = np.array([10, 10, 10, 10, 1000])
     lengths = MaskColumns("sliding_window", {"lengths": tokens, "window": window}).lengths()
-    step = plan(lengths, "vrsp", dp=2, max_tokens_per_rank=5000, slots=1, cost=lambda pairs, tokens: pairs * 1e-9)
+    step = plan(
+        lengths,
+        recipe("vrsp", attend="groupcast"),
+        dp=2,
+        max_tokens_per_rank=5000,
+        slots=1,
+        cost=lambda pairs, tokens: pairs * 1e-9,
+    )
     assert sorted(step.packs.pairs.tolist()) == [4 * (55 + 990 * 10), 500500]
 
 
@@ -85,7 +92,7 @@ def test_documents_that_are_cut_keep_their_masks():
     """Pieces of split documents, and truncated ones, count the pairs of their spans."""
     masks = MaskColumns("prefix_lm", {"lengths": np.array([10, 3]), "prefix": np.array([6, 3])})
     for too_long, expected in (("split", {16, 11, 3, 9}), ("truncate", {16, 9})):
-        step = plan(masks.lengths(), "static", dp=1, max_tokens_per_rank=4, too_long=too_long)
+        step = plan(masks.lengths(), recipe("magi"), dp=1, max_tokens_per_rank=4, too_long=too_long)
         spans = step.packs.spans
         assert set(spans.pairs[spans.document >= 0].tolist()) == expected
         parts = masks.pieces(spans.document, spans.start, spans.stop)
