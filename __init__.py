@@ -23,6 +23,7 @@ _HOMES = {
     "Shards": "packing.shards",
     "Mask": "packing.masks",
     "MaskColumns": "packing.mask_columns",
+    "Ragged": "packing.mask_kinds",
     "StepPlan": "samplers.plan",
     "BalancedBatchSampler": "samplers.batch_sampler",
     "Recipe": "recipes",

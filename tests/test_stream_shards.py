@@ -33,7 +33,7 @@ def test_stream_shards_kills_resumes_and_counts(tmp_path: Path, way: str) -> Non
 
 
 def test_soak_in_short(tmp_path: Path) -> None:
-    printed = run("benchmarks/soak.py", "--steps", "400", "--resume-every", "80", "--fault-every", "80")
+    printed = run("benchmarks/soak.py", "--steps", "200", "--resume-every", "40", "--fault-every", "40")
     assert "0 documents lost, 0 doubled" in printed and printed.rstrip().endswith("passed")
     for fault in ("reader killed", "document raises", "rank killed", "state damaged", "reader slow"):
         assert fault in printed
