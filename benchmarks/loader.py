@@ -292,8 +292,9 @@ def waiting(folder: Path, workers: int) -> None:
     loader.close()
 
 
-def _first_batch(documents: int, folder: Path, answer: Any) -> None:
+def _first_batch(documents: int, folder: Path, method: str, answer: Any) -> None:
     """Seconds to the first batch of an index, and the bytes of its one worker."""
+    multiprocessing.set_start_method(method, force=True)
     begin = time.perf_counter()
     source = TokenFile.npy(folder / f"tokens-{documents}.npy", folder / f"offsets-{documents}.npy")
     loader = BalancedLoader(
@@ -317,13 +318,17 @@ def _first_batch(documents: int, folder: Path, answer: Any) -> None:
 
 def large_index(documents: int, folder: Path) -> None:
     """Ten million documents: time to the first batch, and a worker's memory beside that with a tenth of them."""
-    told = {}
+    seconds, told = 0.0, dict[int, int]()
     for count in (documents // 10, documents):
         np.lib.format.open_memmap(folder / f"tokens-{count}.npy", "w+", np.uint16, (count * 8,)).flush()
         np.save(folder / f"offsets-{count}.npy", np.arange(count + 1) * 8)
-        apart(_first_batch, count, folder)  # once to warm the page cache
-        told[count] = apart(_first_batch, count, folder)
-    (_, few), (seconds, many) = told.values()
+        seconds, _ = apart(
+            _first_batch, count, folder, "fork"
+        )  # the imports of a worker that is spawned take seconds …
+        _, told[count] = apart(
+            _first_batch, count, folder, "spawn"
+        )  # … and what it shares with its parent is not its own
+    few, many = told.values()
     print(f"\nindex of {documents} documents: first batch after {seconds:.2f} s, process start and imports aside")
     print(
         f"  a worker's own memory: {few / 2**20:.1f} MiB with {documents // 10}, {many / 2**20:.1f} MiB with {documents} "
