@@ -20,6 +20,8 @@ from equipoise.packing.queues import WlbQueues
 from equipoise.samplers.solve import ChunkFlow
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.models import in_fp64
+
 transformers = pytest.importorskip("transformers")
 
 STEPS = 20
@@ -60,12 +62,7 @@ def model_of(shape: str, implementation: str) -> torch.nn.Module:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    net = transformers.AutoModelForCausalLM.from_config(config).double()
-    for module in list(net.modules()):
-        for name, norm in module.named_children():
-            if type(norm).__name__.endswith("RMSNorm"):  # it computes in fp32 whatever it is given
-                setattr(module, name, torch.nn.RMSNorm(norm.weight.numel(), norm.variance_epsilon, dtype=torch.float64))
-    return net.train()
+    return in_fp64(transformers.AutoModelForCausalLM.from_config(config)).train()
 
 
 def optimizer_of(net: torch.nn.Module) -> torch.optim.Optimizer:

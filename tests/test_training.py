@@ -21,6 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.models import in_fp64
+
 VOCAB = 61
 NO_QUEUES = WlbQueues(max_delay=0)  # so that the one step under test holds what the others hold
 RECIPES = [
@@ -59,7 +61,7 @@ def documents(cp: int, masked: str) -> list[dict]:
     return rows
 
 
-def model(implementation: str) -> Qwen3ForCausalLM:
+def model(implementation: str) -> torch.nn.Module:
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=16,
@@ -73,12 +75,7 @@ def model(implementation: str) -> Qwen3ForCausalLM:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    net = Qwen3ForCausalLM(config).double()
-    for module in list(net.modules()):
-        for name, norm in module.named_children():
-            if type(norm).__name__ == "Qwen3RMSNorm":  # it computes in fp32 whatever it is given
-                setattr(module, name, torch.nn.RMSNorm(norm.weight.numel(), norm.variance_epsilon, dtype=torch.float64))
-    return net
+    return in_fp64(Qwen3ForCausalLM(config))
 
 
 def sum_of_losses(net: torch.nn.Module, arguments: dict, labels: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,8 @@ from equipoise.samplers.solve import ChunkFlow
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.models import in_fp64
+
 transformers = pytest.importorskip("transformers")
 
 VOCAB = 61
@@ -56,12 +58,7 @@ def model_of(shape: str = "qwen3", implementation: str = "equipoise", layers: in
         **options,
     )
     torch.manual_seed(0)
-    net = transformers.AutoModelForCausalLM.from_config(config).double()
-    for module in list(net.modules()):
-        for name, norm in module.named_children():
-            if type(norm).__name__.endswith("RMSNorm"):  # it computes in fp32 whatever it is given
-                setattr(module, name, torch.nn.RMSNorm(norm.weight.numel(), norm.variance_epsilon, dtype=torch.float64))
-    return net.train()
+    return in_fp64(transformers.AutoModelForCausalLM.from_config(config)).train()
 
 
 def loss_of(output, batch: ThdBatch) -> torch.Tensor:

@@ -439,6 +439,7 @@ class Without:
 
 @pytest.mark.parametrize("kind", ["map", "tar", "stream"])
 def test_every_token_once_whatever_happens(kind: str, archives: dict[str, TarShards], tmp_path: Path) -> None:
+    """The machine's rules assert: what each step held, what is left, and at the end of an epoch that nothing is."""
     run_state_machine_as_test(
         lambda: Machine(kind, archives, tmp_path),
         settings=settings(max_examples=70, stateful_step_count=12, deadline=None, print_blob=False),
