@@ -403,9 +403,9 @@ def test_b1_b2_b3_a_million_lengths_cost_no_object_each_and_only_own_documents_a
     loader = make(data, 4, VRSP, lengths=lengths, **options)
     batches = list(islice(loader, 4))
     held_beside, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert held_beside < 2 << 20 and peak < 6 << 20  # a list of a million ints would take 8 MB, its ints 28 more
     loader.close()
+    tracemalloc.stop()  # with planning threads still at work it can crash CPython (gh-128679)
+    assert held_beside < 2 << 20 and peak < 6 << 20  # a list of a million ints would take 8 MB, its ints 28 more
     plans = [loader.sampler.plan(step) for step in range(6)]
     own = [document for each in plans for document in each.packs.take(each.grid[5]).spans.document.tolist()]
     assert set(all_held(batches)) <= set(data.read) <= {*range(7), *own}  # the first few tell which columns there are
