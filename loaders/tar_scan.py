@@ -90,6 +90,8 @@ class TarError(ValueError):
 
 def walk(data: Bytes, *, chunk: int = 65536) -> Files:
     """The files of the archive ``data`` (uint8[bytes]), ``chunk`` headers at a time. Raises TarError."""
+    data = data.view()
+    data.flags.writeable = False  # as a map is: kernels are compiled for one kind
     state = np.zeros(6, np.int64)
     state[_SIZE] = -1
     parts: list[tuple[Bytes, Int64]] = []

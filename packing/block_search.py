@@ -203,7 +203,7 @@ def _pass_units(x, y, z, kind, args, lists, state, journal):
         return 1, a, to
     net = k[u] if kind == 3 else q[u]
     units = by_k[columns[net] : columns[net + 1]] if kind == 3 else by_q[rows[net] : rows[net + 1]]
-    return _bundle(units, a, to, args, state, journal, 0), a, to
+    return _bundle(units, a, to, args, state, journal, np.int64(0)), a, to
 
 
 @njit(nogil=True, cache=True)
@@ -220,7 +220,7 @@ def _pass_blocks(x, y, z, kind, args, lists, state, journal):
         to = y * P >> 20
     if a == to:
         return -1, -1, b, c, a, to
-    moved = count = _follow(b, to, args, lists, state, journal, 0)
+    moved = count = _follow(b, to, args, lists, state, journal, np.int64(0))
     if kind == 6:
         count = _follow(c, a, args, lists, state, journal, count)
     return count, moved, b, c, a, to

@@ -176,7 +176,7 @@ def _decide(tokens, whole, split, sent, rising, cp, cap):
             best, least = rank.copy(), time
     falling = np.argsort(-whole, kind="mergesort")
     # 0, 1, 2 … and, where documents are many, ever larger steps.
-    k = 0
+    k = np.int64(0)
     while k < n:
         if _deal(tokens, whole, falling, k, cp, cap, rank):
             time = _time(tokens, whole, split, sent, rank, cp, cap)
@@ -252,26 +252,27 @@ def _improve(tokens, whole, split, sent, falling, cp, cap, rank, least):
     """Change one document at a time, in place, as long as it saves time: cut it, or give it to the rank of least work."""
     local, work = np.zeros(cp, np.int64), np.zeros(cp, np.int64)
     shared = np.zeros(3, np.int64)  # tokens that are cut, the time they travel, the time they take
+    on, off = np.int64(1), np.int64(-1)  # else each is compiled for
     for i in range(len(tokens)):
-        _add(tokens, whole, split, sent, local, work, shared, i, rank[i], 1)
+        _add(tokens, whole, split, sent, local, work, shared, i, rank[i], on)
     for _ in range(PASSES):
         at_first = least
         for i in falling:
             was = best = rank[i]
-            _add(tokens, whole, split, sent, local, work, shared, i, was, -1)
-            idlest = -1
+            _add(tokens, whole, split, sent, local, work, shared, i, was, off)
+            idlest = np.int64(-1)
             for r in range(cp):
                 fits = local[r] + tokens[i] + -(-shared[0] // cp) <= cap
                 if fits and (idlest < 0 or work[r] < work[idlest]):
                     idlest = r
-            for r in (-1, idlest):
-                _add(tokens, whole, split, sent, local, work, shared, i, r, 1)
+            for r in (np.int64(-1), idlest):
+                _add(tokens, whole, split, sent, local, work, shared, i, r, on)
                 time = max(shared[1], work.max()) + shared[2]
                 if time < least and local.max() + -(-shared[0] // cp) <= cap and not _idle(local, shared[0]):
                     best, least = r, time
-                _add(tokens, whole, split, sent, local, work, shared, i, r, -1)
+                _add(tokens, whole, split, sent, local, work, shared, i, r, off)
             rank[i] = best
-            _add(tokens, whole, split, sent, local, work, shared, i, best, 1)
+            _add(tokens, whole, split, sent, local, work, shared, i, best, on)
         if least == at_first:
             break
 

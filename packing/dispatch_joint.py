@@ -136,7 +136,7 @@ def _build(cu, before, order, ranks, target, cap, least, out):
     """Write the pieces; return how many. order: documents by rising length. before: pairs of all queries before each."""
     low, high = cu[:-1].copy(), cu[1:].copy()
     whole, take = np.ones(len(low), np.bool_), np.zeros(len(low), np.bool_)
-    tokens, work, n = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64), 0
+    tokens, work, n = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64), np.int64(0)
     left = cu[-1]
     for r in range(ranks if len(low) else 0):
         d = _heaviest(low, high, before)

@@ -78,7 +78,7 @@ def _staged(q, k, pairs, owner, home, rows, order, offsets, divisions, slack):
         received[:] = 0
         at, ready = offsets[:-1].copy(), np.zeros(P, np.int64)
         while True:
-            r = -1
+            r = np.int64(-1)
             for x in range(P):
                 if at[x] < offsets[x + 1] and (r < 0 or ready[x] < ready[r]):
                     r = x

@@ -177,7 +177,7 @@ def _less(tile, others, out, n):
         q0, q1, _, _, _, _ = _meet(tile, others[j])
         if q0 >= q1:
             continue
-        left, kept = np.empty((6 * count, 6), np.int64), 0
+        left, kept = np.empty((6 * count, 6), np.int64), np.int64(0)
         for i in range(count):
             kept = _subtract(pieces[i], others[j], left, kept)
         pieces, count = left, kept
@@ -188,7 +188,7 @@ def _less(tile, others, out, n):
 
 @njit(nogil=True, cache=True)
 def _minus(a, a_offsets, b, b_offsets):
-    out, n = np.empty((len(a) + 8, 6), np.int64), 0
+    out, n = np.empty((len(a) + 8, 6), np.int64), np.int64(0)
     offsets = np.zeros(len(a_offsets), np.int64)
     for d in range(len(a_offsets) - 1):
         others = b[b_offsets[d] : b_offsets[d + 1]]
@@ -200,7 +200,7 @@ def _minus(a, a_offsets, b, b_offsets):
 
 @njit(nogil=True, cache=True)
 def _common(a, a_offsets, b, b_offsets):
-    out, n = np.empty((len(a) + 8, 6), np.int64), 0
+    out, n = np.empty((len(a) + 8, 6), np.int64), np.int64(0)
     offsets = np.zeros(len(a_offsets), np.int64)
     for d in range(len(a_offsets) - 1):
         for i in range(a_offsets[d], a_offsets[d + 1]):
@@ -214,7 +214,7 @@ def _common(a, a_offsets, b, b_offsets):
 
 @njit(nogil=True, cache=True)
 def _disjoint(tiles, offsets):
-    out, n = np.empty((len(tiles) + 8, 6), np.int64), 0
+    out, n = np.empty((len(tiles) + 8, 6), np.int64), np.int64(0)
     bounds = np.zeros(len(offsets), np.int64)
     for d in range(len(offsets) - 1):
         for i in range(offsets[d], offsets[d + 1]):

@@ -90,7 +90,7 @@ def _search(tokens, order, kernel, transfer, degrees, cap, comm_weight):
     cp, last = degrees[-1], len(degrees) - 1
     busy, moving, room = np.zeros(cp, np.int64), np.zeros(cp, np.int64), np.full(cp, cap, np.int64)
     pieces = np.empty((2 * cp * len(tokens), 4), np.int64)
-    count, slowest, total = 0, np.int64(0), kernel[:, 0].sum()
+    count, slowest, total = np.int64(0), np.int64(0), kernel[:, 0].sum()
     for d in order:
         if tokens[d] == 0:
             continue

@@ -80,13 +80,13 @@ def search_least(work, tokens, order, num_ranks, cap, pad, sizes, token_units, m
     """(found, group, size, makespan, rows) of the least makespan that bisection between the mean and no limit finds."""
     rules = Rules(num_ranks, cap, pad, sizes, token_units)
     best = _new_state(len(work), rules, without_limit)
-    found = _form(work, tokens, order, rules, best, 0, HUGE)
+    found = _form(work, tokens, order, rules, best, np.int64(0), np.int64(HUGE))
     low, high = mean - 1, _makespan(best)
     for _ in range(rounds if found else 0):
         if high - low <= max(1, low // 1000):
             break
         s = _new_state(len(work), rules, (low + high) // 2)
-        if _form(work, tokens, order, rules, s, 0, HUGE):
+        if _form(work, tokens, order, rules, s, np.int64(0), np.int64(HUGE)):
             best, high = s, _makespan(s)
         else:
             low = (low + high) // 2
