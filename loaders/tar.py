@@ -2,7 +2,8 @@
 
 Documents are numbered over all shards in the order of the index (``tar_index.py``), which is mapped: ten million cost a process
 the pages that it touches. Payload is read with ``pread`` and never mapped: a shard that was cut short in the middle of an epoch
-is an error that names the document, not a bus error. Documents that lie close are fetched by one read and are slices of it.
+is an error that names the document, not a bus error. What is asked for at once lies in one buffer, of which the documents are
+slices, and those that lie close in a shard come by one read: in the order of their offsets a call costs what it costs to copy them.
 
     index_shards(shards, "shards.arrow")
     source = TarShards("shards.arrow")
@@ -40,8 +41,6 @@ AHEAD = 32
 """Reads of which the kernel is told at once; fewer than MAX_OPEN, for each may be of another shard."""
 GAP = 1 << 14
 """Bytes between two documents that are read along with them, to save a read."""
-RUN = 1 << 20
-"""Bytes after which a new read begins."""
 
 
 class TarShards:
@@ -55,7 +54,7 @@ class TarShards:
         self.path = os.path.abspath(index)
         self._checksum: str | None = None
         self._mtimes: Int64 | None = None
-        self._handle, self._buffers = lru_cache(MAX_OPEN)(Handle), Buffers(RUN)
+        self._handle, self._buffers = lru_cache(MAX_OPEN)(Handle), Buffers()
         self._checksum = self._index.checksum
         self._mtimes = self._index.check()
 
@@ -64,7 +63,7 @@ class TarShards:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._handle, self._buffers = lru_cache(MAX_OPEN)(Handle), Buffers(RUN)
+        self._handle, self._buffers = lru_cache(MAX_OPEN)(Handle), Buffers()
 
     @cached_property
     def _index(self) -> TarMap:
@@ -100,8 +99,9 @@ class TarShards:
         number = operator.index(document)
         return {name: values[0] for name, values in self.rows([number + len(self) if number < 0 else number]).items()}
 
-    def rows(self, documents: Sequence[int]) -> dict[str, Sequence[Any]]:
-        """Columns of these documents: a 1-D array per document, which may share its buffer with others, or one value each.
+    def rows(self, documents: Sequence[int] | Int64) -> dict[str, Sequence[Any]]:
+        """Columns of these documents: a 1-D array per document, or one value each. The arrays share one buffer, which is used
+        again once none of them is held.
 
         Read in the order in which they lie in the shards, whatever the order asked for.
         """
@@ -119,10 +119,10 @@ class TarShards:
             rows |= {column: [each[column] for each in parsed] for column in index.made[at]}
         return {name: rows[name] for name in index.columns}
 
-    def _checked(self, documents: Sequence[int]) -> Int64:
+    def _checked(self, documents: Sequence[int] | Int64) -> Int64:
         numbers = np.asarray(documents, dtype=np.int64)
-        outside = (numbers < 0) | (numbers >= len(self))
-        if outside.any():
+        if numbers.view(np.uint64).max(initial=0) >= max(len(self), 1):  # as which a negative number is a large one
+            outside = (numbers < 0) | (numbers >= len(self))
             raise IndexError(f"documents are numbered 0 … {len(self) - 1}; got {numbers[outside][0]}")
         return numbers
 
@@ -148,38 +148,30 @@ class TarShards:
         """The data of the m members of each of k documents: m · k arrays, document after document."""
         index, order = self._index, None
         shard, offset, size, kind = index.located(documents)
-        runs, cuts, traits = _runs(shard, offset, size, kind)
+        runs, cuts, room, traits = _runs(shard, offset, size, kind)
         if traits & _UNSORTED:
             order = np.lexsort((offset, shard))
             shard, offset, size, kind = shard[order], offset[order], size[order], kind[order]
-            runs, cuts, traits = _runs(shard, offset, size, kind)
-        flats: list[npt.NDArray[Any]] = []
-        values: list[npt.NDArray[Any]] = []
-        for begin, end, first, last, _ in self._announced(runs.tolist(), shard):
-            buffer = self._buffers.take(last - first)
+            runs, cuts, room, traits = _runs(shard, offset, size, kind)
+        buffer = self._buffers.take(room)
+        for begin, end, first, last, place in self._announced(runs.tolist(), shard):
             try:
-                read_range(self._opened(int(shard[begin])), first, buffer)
+                read_range(self._opened(int(shard[begin])), first, buffer[place : place + last - first])
             except (ValueError, OSError) as error:
                 at = np.arange(begin, end) if order is None else order[begin:end]
                 ends = offset[begin:end] + size[begin:end]
                 raise self._unread(documents[at // len(index.extensions)], ends, error) from error
-            if traits:
-                start, stop = cuts[:, begin:end].tolist()
-                values += _slices(buffer, start, stop, kind[begin:end].tolist())
-            else:
-                flats.append(_as_type(buffer, int(kind[0])))
         if traits:
+            values = _slices(buffer, *cuts.tolist(), kind.tolist())
             return values if order is None else _reordered(values, order)
-        which = np.repeat(np.arange(len(runs)), runs[:, 1] - runs[:, 0])
-        back = slice(None) if order is None else np.argsort(order)
-        return Slices(flats, which[back], cuts[0][back], cuts[1][back])
+        begins, stops = cuts if order is None else cuts[:, np.argsort(order)]
+        return Slices([_as_type(buffer, int(kind[0]))], np.zeros(len(begins), np.int64), begins, stops)
 
     def _announced(self, runs: list[list[int]], shard: npt.NDArray[np.int32]) -> Iterator[list[int]]:
-        """The runs, some ahead told to the kernel if they lie apart: it fetches them side by side where they are not in memory."""
+        """The runs, some ahead told to the kernel: it fetches them side by side where they are not in memory."""
         for at in range(0, len(runs), AHEAD):
             batch = runs[at : at + AHEAD]
-            apart = [run for run in batch if run[4]]
-            for begin, _, first, last, _ in apart if len(apart) > 1 else ():
+            for begin, _, first, last, _ in batch if len(batch) > 1 else ():
                 with suppress(ValueError, OSError):  # it will be told when the run is read
                     self._opened(int(shard[begin])).announce(first, last - first)
             yield from batch
@@ -205,28 +197,30 @@ _UNSORTED, _MIXED = 1, 2
 @njit(nogil=True, cache=True)
 def _runs(shard, offset, size, kind):
     """What is read at once, of n members sorted by place: (runs int64[r, 5]: the first, past the last, first byte, past the last,
-    whether it lies apart from the run before; cuts int64[2, n]: where each begins and ends in its run, in values, or in bytes if
-    types are mixed; traits).
+    place in the buffer; cuts int64[2, n]: where each begins and ends in the buffer, in values, or in bytes if types are mixed;
+    bytes of the buffer; traits).
 
-    A first byte is a multiple of 64, as are the places of numpy's arrays in a tar: so slices of the buffer are aligned.
+    First bytes and places are multiples of 64, as are the places of numpy's arrays in a tar: so slices of the buffer are aligned.
     """
-    n = len(offset)
+    n, odd = len(offset), np.int64(0)
     runs, cuts = np.empty((n, 5), np.int64), np.empty((2, n), np.int64)
-    item, r, traits = ITEM_BYTES[kind[0]], -1, 0
-    for i in range(n):
-        if kind[i] != kind[0] or offset[i] % item:
-            item, traits = np.int64(1), _MIXED
     for i in range(n):
         if i and (shard[i] < shard[i - 1] or (shard[i] == shard[i - 1] and offset[i] < offset[i - 1])):
-            return runs[:0], cuts, traits | _UNSORTED
-        apart = i == 0 or shard[i] != shard[i - 1] or offset[i] - runs[r, 3] > GAP
-        if apart or offset[i] // RUN != offset[i - 1] // RUN:
-            r += 1
-            runs[r, 0], runs[r, 2], runs[r, 3], runs[r, 4] = i, offset[i] // 64 * 64, offset[i], apart
-        runs[r, 1], runs[r, 3] = i + 1, max(runs[r, 3], offset[i] + size[i])
-        cuts[0, i] = (offset[i] - runs[r, 2]) // item
-        cuts[1, i] = cuts[0, i] + size[i] // item
-    return runs[: r + 1], cuts, traits
+            return runs[:0], cuts, np.int64(0), _UNSORTED
+        odd |= (kind[i] ^ kind[0]) | (offset[i] & (ITEM_BYTES[kind[0]] - 1))
+    shift, r, place, last = np.int64(0), -1, np.int64(0), np.int64(0)
+    while odd == 0 and 1 << shift < ITEM_BYTES[kind[0]]:
+        shift += 1
+    for i in range(n):
+        if i == 0 or shard[i] != shard[i - 1] or offset[i] - last > GAP:
+            place += (last - runs[r, 2] + 63) & ~63 if i else 0
+            r, last = r + 1, offset[i]
+            runs[r, 0], runs[r, 2], runs[r, 4] = i, offset[i] & ~63, place
+        last = max(last, offset[i] + size[i])
+        runs[r, 1], runs[r, 3] = i + 1, last
+        cuts[0, i] = (place + offset[i] - runs[r, 2]) >> shift
+        cuts[1, i] = cuts[0, i] + (size[i] >> shift)
+    return runs[: r + 1], cuts, place + last - runs[r, 2], _MIXED if odd else 0
 
 
 def _slices(

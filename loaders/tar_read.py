@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-MAX_BUFFERS = 64
-"""Free buffers that are kept."""
+FREE = 1 << 25
+"""Bytes of free buffers of one size that are kept; sizes are powers of two."""
+SMALLEST = 1 << 16
+"""Bytes below which the allocator is left to itself."""
 
 
 class Handle:
@@ -54,26 +56,22 @@ def read_range(handle: Handle, offset: int, buffer: npt.NDArray[np.uint8]) -> No
 
 
 class Buffers:
-    """Memory for runs, used again once nobody holds an array in it: fresh pages cost more than what is read into them."""
+    """Memory to read into, used again once nobody holds an array in it: fresh pages cost ten times what is read into them."""
 
-    def __init__(self, usual: int) -> None:
-        self._room = usual + usual // 4  # most runs end a little behind their usual size
-        self._free: deque[bytearray] = deque()
+    def __init__(self) -> None:
+        self._free: list[deque[bytearray]] = [deque(maxlen=FREE >> bits) for bits in range(FREE.bit_length())]
 
     def take(self, size: int) -> npt.NDArray[np.uint8]:
         """uint8[size], uninitialised."""
-        if not self._room // 4 <= size <= self._room:
+        if not SMALLEST <= size <= FREE:
             return np.empty(size, np.uint8)
+        bits = (size - 1).bit_length()
+        free = self._free[bits]
         try:
-            memory = self._free.pop()
+            memory = free.pop()
         except IndexError:
-            memory = bytearray(self._room)
+            memory = bytearray(1 << bits)  # of which pages that are not used are never touched
         buffer = np.frombuffer(memory, np.uint8, size)
         # Every array in the buffer refers to this one, however it was cut and viewed, so its end is theirs.
-        weakref.finalize(buffer, _give_back, self._free, memory).atexit = False
+        weakref.finalize(buffer, free.append, memory).atexit = False
         return buffer
-
-
-def _give_back(free: deque[bytearray], memory: bytearray) -> None:
-    if len(free) < MAX_BUFFERS:
-        free.append(memory)
