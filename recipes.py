@@ -47,7 +47,7 @@ import numpy as np
 from .attention.blocks import Blocks, Placement, block_plan, place
 from .attention.plan import AttentionPlan
 from .attention.tiles import Tap
-from .packing.cost import SEVEN_B, CostModel
+from .packing.cost import SEVEN_B, CostModel, cost_units
 from .packing.dacp import dacp, dacp_costs, dacp_shards
 from .packing.dispatch import dispatch
 from .packing.dispatch_joint import joint
@@ -63,7 +63,7 @@ from .samplers.batch_sampler import BalancedBatchSampler
 from .samplers.dynamic_cp import DynamicCp
 from .samplers.flexsp import FlexSp
 from .samplers.order import Window
-from .samplers.plan import Cluster, StepPlan
+from .samplers.plan import Cluster, SharedAttention, StepPlan
 from .samplers.solve import ChunkFlow, Cost, Vrsp, solve
 
 # What packs, and the placements that fit it.
@@ -245,7 +245,7 @@ class Recipe:
 
         Raises ValueError where fixed slots cannot hold the step.
         """
-        return solve(
+        made = solve(
             window,
             cluster,
             cost,
@@ -254,6 +254,23 @@ class Recipe:
             place=self.place,
             options=self.options,
             slot_order=order,
+        )
+        return self._shared(made, cost) if self.attend == "tap" and self.one_size else made
+
+    def _shared(self, made: StepPlan, cost: Cost) -> StepPlan:
+        """The step as its pools run it: attention is all their ranks'."""
+        tokens, replicas, tap = made.packs.spans.tokens, self.replicas_of_pool(made.cluster), self.tap or Tap()
+        attention = np.maximum(made.span_cost - cost_units(cost, np.zeros_like(tokens), tokens), 0)
+        return replace(
+            made,
+            largest_group=made.largest_group * replicas,
+            shared=SharedAttention(
+                replicas=replicas,
+                slack=tap.tolerance,
+                block=tap.block,
+                head_groups=tap.head_groups,
+                span_cost=attention,
+            ),
         )
 
     def decide(self, spans: Spans, cp_size: int, cluster: Cluster, cost: Cost) -> np.ndarray | None:

@@ -108,7 +108,7 @@ class ThdCollator:
                 "num_targets": num_targets(local.tokens, behind) if labels is None else int((labels != IGNORE).sum()),
                 "num_targets_step": spec.num_targets,
                 "num_ranks": spec.num_ranks,
-                "pairs": int(spans.pairs.sum()) // len(spec.ranks),
+                "pairs": spec.pairs,
                 "sum_len": int(real.sum()),
                 "sum_len_sq": int((real * real).sum()),
                 "documents": torch.from_numpy(spans.document),

@@ -305,7 +305,7 @@ class BalancedBatchSampler:
     def _micro_batches(self, plan: StepPlan, planning_seconds: float) -> list[MicroBatch]:
         """This rank's specs of one step, in slot order."""
         row, num_slots = plan.grid[self.rank].tolist(), plan.num_slots
-        cost, first, size = plan.packs.sums(plan.span_cost), plan.first_rank.tolist(), plan.cp_size.tolist()
+        cost, first, size = plan.loads().cost[self.rank].tolist(), plan.first_rank.tolist(), plan.cp_size.tolist()
         template = int(plan.packs.spans.document.max())  # any real one: a step is never all fillers
         digest = plan.digest ^ self._config_digest
         spans = [plan.packs.take([pack]).spans for pack in row]
@@ -325,7 +325,7 @@ class BalancedBatchSampler:
                 template=template,
                 digest=digest,
                 planning_seconds=planning_seconds,
-                cost=float(cost[pack]) / size[pack] / 1e9,
+                cost=cost[slot] / 1e9,
                 max_tokens_per_rank=self.cluster.max_tokens_per_rank,
                 pad_multiple=int(self.cluster.multiple(size[pack])),
                 decision=self.recipe.decide(spans[slot], size[pack], self.cluster, self.cost),

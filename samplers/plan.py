@@ -103,7 +103,9 @@ class Loads:
 
     cost: np.ndarray  # nanoseconds of forward and backward by the cost model
     tokens: np.ndarray  # held; a pack's remainder is counted on each of its ranks
-    pairs: np.ndarray  # (query, key) pairs, shared evenly by a CP group
+    pairs: (
+        np.ndarray
+    )  # (query, key) pairs, shared evenly by a CP group; in a pool, the most that one of its ranks computes
     rows: np.ndarray  # KV rows that a ring without skipping receives, per layer
 
     def imbalance(self, sync: str) -> float:
@@ -122,6 +124,42 @@ class Rounds:
     offsets: np.ndarray  # int64[dp + 1]: replica r runs sizes[offsets[r]:offsets[r + 1]]
     chunk_index: np.ndarray  # int64[p] number of a pack in its document's group; 0 where it stands alone
     chunk_count: np.ndarray  # int64[p] packs of that group
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharedAttention:
+    """Attention that neighbouring replicas share: that of the packs they run in a slot (TAP). Tokens stay where they are."""
+
+    replicas: int
+    slack: float  # attention migrates until no rank has more than so many times its pool's mean, as far as blocks allow
+    block: int  # queries that migrate together, at most
+    head_groups: int  # each of which migrates for itself
+    span_cost: np.ndarray  # int64[m] what attention has in the cost of each span
+
+    def means(self, of_packs: np.ndarray, cp: int) -> np.ndarray:
+        """An even share of each pool's attention, float64[ranks, slots].
+
+        of_packs: [ranks, slots], pairs, nanoseconds or seconds of attention over the pack that a rank's group holds.
+        """
+        pools = of_packs[::cp].reshape(-1, self.replicas, of_packs.shape[1])
+        return np.repeat(pools.sum(1) / (self.replicas * cp), self.replicas * cp, axis=0)
+
+    def slowest(self, packs: Packs, grid: np.ndarray, cp: int) -> np.ndarray:
+        """How many times that share the rank with most of a pool computes, for which its others wait; float64[ranks, slots].
+
+        The soft cap, or a block above the mean where that is more, and never more than one group holds: what a plan comes to,
+        exactly (cp=1) or at most, for masks with no more than a causal one's share of pairs in one block.
+        """
+        part = self.block / packs.spans.tokens
+        last = packs.spans.pairs * np.where(part > 1, part + 1, part * (2 - part)) / self.head_groups
+        block = np.maximum.reduceat(last, packs.offsets[:-1])[grid]
+        mean, held = self.means(packs.pairs[grid], cp), packs.pairs[grid]
+        largest = [
+            np.repeat(x.reshape(-1, self.replicas * cp, grid.shape[1]).max(1), self.replicas * cp, axis=0)
+            for x in (held, block)
+        ]
+        most = np.minimum(largest[0], np.maximum(self.slack * mean, mean + largest[1]))
+        return np.where(mean > 0, most / np.maximum(mean, 1e-300), 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -147,6 +185,7 @@ class StepPlan:
     """How far documents come from their order of admission, on the mean, as a share of the step (a shuffle: a third)."""
     config: dict = field(default_factory=dict)
     """What it was planned from, plain values: told apart when it is loaded again."""
+    shared: SharedAttention | None = None
 
     @property
     def num_slots(self) -> int:
@@ -169,16 +208,31 @@ class StepPlan:
         return self.packs.sums(-(-self.packs.spans.tokens // multiple) * multiple)
 
     def loads(self) -> Loads:
-        """Cost, tokens, pairs and received KV rows per rank and slot."""
+        """Cost, tokens, pairs and received KV rows (without what a pool migrates) per rank and slot."""
         tokens, cp = self.padded, self.cp_size
         held = -(-tokens // cp)
-        cost = -(-self.packs.sums(self.span_cost) // cp)
+        cost, pairs = self.packs.sums(self.span_cost), (self.packs.pairs // cp)[self.grid]
+        if self.shared is None:
+            seconds = -(-cost // cp)[self.grid]
+        else:
+            attention = self.packs.sums(self.shared.span_cost)
+            seconds = -(-(cost - attention) // cp)[self.grid] + self.pooled(attention).astype(np.int64)
+            pairs = self.pooled(self.packs.pairs).astype(np.int64)
         return Loads(
-            cost=-(-cost[self.grid] * 1000 // self.cluster.pace[:, None]),
+            cost=-(-seconds * 1000 // self.cluster.pace[:, None]),
             tokens=held[self.grid],
-            pairs=(self.packs.pairs // cp)[self.grid],
+            pairs=pairs,
             rows=(tokens - tokens // cp)[self.grid],
         )
+
+    def pooled(self, attention: np.ndarray) -> np.ndarray:
+        """Of packs' attention (int64 or float64[p]: pairs, nanoseconds, seconds), what the slowest rank of each rank's pool computes,
+        rounded up; float64[ranks, slots]. For plans with ``shared``."""
+        assert self.shared is not None
+        mean = self.shared.means(attention[self.grid], self.cluster.cp)
+        slowest = mean * self.shared.slowest(self.packs, self.grid, self.cluster.cp)
+        # A mean times its ratio to a whole number is that number but for rounding.
+        return slowest if attention.dtype.kind == "f" else np.ceil(slowest * (1 - 1e-12))
 
     def makespan(self) -> int:
         """Cost units until the last rank is done, waiting as ``sync`` says."""
@@ -295,6 +349,8 @@ class StepPlan:
     __str__ = describe
 
     def _sizes(self) -> str:
+        if self.shared is not None:
+            return f", attention shared by {self.shared.replicas} to {self.shared.slack:g} of the mean"
         sizes, counts = np.unique(self.cp_size, return_counts=True)
         if len(sizes) == 1:
             return ""
@@ -339,6 +395,12 @@ class MicroBatch:
     pool: tuple[
         tuple[Spans, Mask | None], ...
     ] = ()  # packs that share attention in this slot, in order of ranks; (): none do
+
+    @property
+    def pairs(self) -> int:
+        """An even share of attention: of the pack's over its CP group, or of its pool's."""
+        packs = [spans for spans, _ in self.pool] or [self.spans]
+        return sum(int(spans.pairs.sum()) for spans in packs) // (len(packs) * len(self.ranks))
 
     def __repr__(self) -> str:
         return (

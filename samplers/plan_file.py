@@ -27,11 +27,12 @@ import numpy as np
 import xxhash
 
 from ..packing.packs import Packs, Spans
-from .plan import Cluster, Rounds, StepPlan
+from .plan import Cluster, Rounds, SharedAttention, StepPlan
 
 VERSION = 1
 _SPANS = ("document", "start", "stop", "pairs")
 _PLAN = ("slot", "first_rank", "cp_size", "span_cost")
+_SHARED = ("replicas", "slack", "block", "head_groups")
 _ROUNDS = ("sizes", "offsets", "chunk_index", "chunk_count")
 _HEADER = ("epoch", "step", "recipe", "largest_group", "num_targets", "displacement", "config")
 _CHECKSUM = struct.Struct("<Q")
@@ -72,6 +73,9 @@ def _write(plan: StepPlan, file: IO[bytes]) -> None:
     if plan.rounds is not None:
         header["keep"] = plan.rounds.keep
         arrays |= {f"round_{name}": getattr(plan.rounds, name) for name in _ROUNDS}
+    if plan.shared is not None:
+        header["shared"] = {name: getattr(plan.shared, name) for name in _SHARED}
+        arrays["shared_cost"] = plan.shared.span_cost
     np.savez(file, header=np.frombuffer(json.dumps(header).encode(), np.uint8), **arrays)
 
 
@@ -122,9 +126,12 @@ def _assembled(header: dict, arrays: dict[str, np.ndarray]) -> StepPlan:
     rounds = None
     if "keep" in header:
         rounds = Rounds(keep=header["keep"], **{name: arrays[f"round_{name}"] for name in _ROUNDS})
+    shared = None
+    if "shared" in header:
+        shared = SharedAttention(**header["shared"], span_cost=arrays["shared_cost"])
     spans = Spans(**{name: arrays[f"span_{name}"] for name in _SPANS})
     fields: dict[str, Any] = {name: arrays[name] for name in _PLAN} | {name: header[name] for name in _HEADER}
     speeds = header["cluster"].pop("speeds")
     cluster = Cluster(**header["cluster"], speeds=speeds and tuple(speeds))
     packs = Packs(spans=spans, offsets=arrays["offsets"])
-    return StepPlan(packs=packs, cluster=cluster, rounds=rounds, **fields)
+    return StepPlan(packs=packs, cluster=cluster, rounds=rounds, shared=shared, **fields)

@@ -175,7 +175,10 @@ def simulate_plan(
     straggle: float = 0.0,
     seed: int = 0,
 ) -> StepTime:
-    """Simulate a step as it was planned, on `shape` (default: as many H100s as the plan has ranks)."""
+    """Simulate a step as it was planned, on `shape` (default: as many H100s as the plan has ranks).
+
+    Pools that share attention run it together, as slowly as the rank with most of it; what migrates counts as hidden.
+    """
     cluster, grid = plan.cluster, plan.grid
     shape = shape or ClusterShape(dp=cluster.dp, cp=cluster.cp)
     if (shape.dp, shape.cp) != (cluster.dp, cluster.cp):
@@ -190,6 +193,11 @@ def simulate_plan(
         offsets=plan.packs.offsets,
         cp_size=plan.cp_size,
     )
+    each_rank, first, size = attention[grid], plan.first_rank[grid], plan.cp_size[grid]
+    if plan.shared is not None:
+        each_rank = plan.pooled(attention * plan.cp_size)
+        size = size * plan.shared.replicas
+        first = first // size * size
     schedules: Schedule | list[Schedule] | None = None
     if plan.rounds is not None:
         ranks = range(0, shape.num_ranks, shape.cp)
@@ -199,12 +207,12 @@ def simulate_plan(
         schedules = each if cluster.sync == "step" else each[0]
     return simulate(
         shape,
-        attention=attention[grid],
+        attention=each_rank,
         linear=linear[grid],
         received=_traffic_bytes(plan, model, traffic)[grid],
         traffic=traffic,
-        first_rank=plan.first_rank[grid],
-        cp_size=plan.cp_size[grid],
+        first_rank=first,
+        cp_size=size,
         sync=cluster.sync,
         schedules=schedules,
         gradient_bytes=gradient_bytes,

@@ -10,12 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from equipoise import BalancedBatchSampler, PlannedDataset, ThdCollator, recipe
+from equipoise import BalancedBatchSampler, Lengths, PlannedDataset, ThdCollator, recipe
+from equipoise import plan as step_plan
 from equipoise.attention.plan import AttentionPlan
 from equipoise.attention.tiles import Tap
 from equipoise.loaders.shapes import Shapes
-from equipoise.samplers.plan import Cluster
+from equipoise.packing.cost import SEVEN_B
+from equipoise.recipes import Recipe
+from equipoise.samplers.plan import Cluster, StepPlan
 from equipoise.samplers.solve import Vrsp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 LENGTHS = (97, 3, 14, 60, 5, 9, 1, 33, 26, 26, 8, 2, 71, 40, 11, 90, 7, 7, 19, 4)
 TAP = Tap(head_groups=2, block=8)
@@ -60,6 +65,98 @@ def test_the_ranks_of_a_pool_have_the_parts_of_one_plan_of_their_packs(dp, cp, s
             plan.check(np.concatenate([[0], np.cumsum(np.concatenate(packs))]))
             queries += int(plan.loads().q_rows_received.sum())
     assert queries > 0 or size == cp == 1
+
+
+def planned(chosen: Recipe, step: StepPlan, pool: int, slot: int) -> np.ndarray:
+    """Pairs that each rank of a pool computes, by the plan that it runs."""
+    cluster, size = step.cluster, chosen.replicas_of_pool(step.cluster)
+    packs = step.grid[pool * size * cluster.cp : (pool + 1) * size * cluster.cp : cluster.cp, slot].tolist()
+    held = [np.concatenate([[0], np.cumsum(step.packs.take([pack]).spans.tokens)]) for pack in packs]
+    shards = [chosen.shards(cu, cluster.cp) for cu in held]
+    return chosen.tap.plan(shards, tuple(range(size * cluster.cp)), None).loads().pairs // chosen.tap.head_groups
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 120) | st.integers(1, 6), min_size=1, max_size=30),
+    size=st.sampled_from([(4, 1, 4), (4, 1, 2), (4, 2, 2), (2, 3, 2), (1, 3, 1)]),
+    tap=st.builds(
+        Tap, head_groups=st.integers(1, 3), block=st.integers(1, 9), tolerance=st.sampled_from([1.0, 1.05, 1.5])
+    ),
+)
+def test_a_step_is_predicted_to_take_as_long_as_the_pool_that_migrated(lengths, size, tap):
+    dp, cp, replicas = size
+    chosen = recipe("libra", tap=tap, options=Vrsp(pool_size=replicas))
+    step = step_plan(
+        np.array(lengths),
+        chosen,
+        dp=dp,
+        cp=cp,
+        max_tokens_per_rank=120 // cp,
+        sync="slot",
+        cost=lambda pairs, tokens: 1e-6 * pairs + 1e-5 * tokens,
+    )
+    loads = step.loads()
+    for slot in range(step.num_slots):
+        for pool in range(dp // replicas):
+            ranks = slice(pool * replicas * cp, (pool + 1) * replicas * cp)
+            packs = step.grid[ranks, slot]
+            fillers = np.where(step.packs.spans.document < 0, step.packs.spans.tokens, 0)  # they weigh nothing
+            beside = int(step.packs.sums(fillers * (fillers + 1) // 2)[packs].sum()) // cp
+            real, held = planned(chosen, step, pool, slot), step.packs.pairs[packs]
+            told = int(loads.pairs[ranks, slot][0])
+            assert (loads.pairs[ranks, slot] == told).all(), "ranks of a pool wait for each other"
+            assert real.max(initial=0) <= told + beside, "no rank computes more than was predicted"
+            cap = int(tap.tolerance * held.sum() / cp / len(held))
+            if cp == 1:
+                assert told <= held.max() and told >= min(cap, held.max())
+            tokens = step.packs.sums(step.packs.spans.tokens - fillers)[packs]
+            assert np.abs(loads.cost[ranks, slot] - 10_000 * tokens / cp - 1000 * told).max() <= 1001
+    assert step.bound() <= step.makespan()
+
+
+@pytest.mark.parametrize("sync", ["step", "slot"])
+def test_prediction_beside_plans_of_long_packs(sync):
+    """Eight packs, one of them a single document: without its pool it would be predicted at many times the mean."""
+    rng = np.random.default_rng(5)
+    lengths = np.concatenate([[65536, 40000, 30000], rng.integers(50, 2000, 600)])
+    chosen = recipe("libra", tap=Tap(head_groups=8, block=512))
+    step = step_plan(
+        lengths, chosen, dp=8, max_tokens_per_rank=65536, cost=lambda pairs, tokens: 1e-9 * pairs, sync=sync
+    )
+    alone = step_plan(
+        lengths, "vrsp", dp=8, max_tokens_per_rank=65536, cost=lambda pairs, tokens: 1e-9 * pairs, sync=sync
+    )
+    real = np.array([planned(chosen, step, 0, slot).max() for slot in range(step.num_slots)])
+    told = step.loads().cost.max(0)
+    assert (real <= told).all() and (told <= 1.06 * real).all(), (real, told)
+    assert alone.makespan() > 2 * step.makespan()
+    assert step.loads().imbalance("slot") == pytest.approx(1.0)
+    assert ", attention shared by 8 to 1.05 of the mean" in step.describe()
+    pooled, unshared = (one.simulate(SEVEN_B).busy for one in (step, replace(step, shared=None)))
+    assert pooled.max() < 0.95 * unshared.max()
+    assert 1 <= pooled.sum() / unshared.sum() < 1.05, "a rank waits for the slowest of its pool, which has the slack"
+
+
+def test_a_micro_batch_knows_its_share_of_the_pool():
+    chosen = recipe("libra", tap=TAP)
+    lengths = Lengths.from_array(np.array(LENGTHS))
+    for rank in range(8):
+        sampler = BalancedBatchSampler(
+            lengths,
+            chosen,
+            max_tokens_per_rank=60,
+            documents_per_step=20,
+            dp=4,
+            cp=2,
+            rank=rank,
+            cost=lambda p, t: 1e-9 * p,
+        )
+        loads = sampler.plan(0).loads()
+        for (spec,) in sampler:
+            assert spec.cost * 1e9 == pytest.approx(loads.cost[rank, spec.slot])
+            assert spec.pairs == sum(int(spans.pairs.sum()) for spans, _ in spec.pool) // 8
+            assert spec.pairs <= loads.pairs[rank, spec.slot]
 
 
 def test_by_default_pools_have_as_many_replicas_as_divide_dp_up_to_eight():

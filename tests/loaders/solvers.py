@@ -15,7 +15,7 @@ import numpy as np
 from equipoise.packing.packs import Packs, Spans
 from equipoise.recipes import NAMED, Recipe
 from equipoise.samplers.order import Window, key_of
-from equipoise.samplers.plan import Cluster, Rounds, StepPlan
+from equipoise.samplers.plan import Cluster, Rounds, SharedAttention, StepPlan
 
 
 def cost(pairs: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -65,7 +65,7 @@ def _plain(value: object) -> object:
         return _plain(value.spans), _plain(value.offsets)
     if isinstance(value, Spans):
         return tuple(_plain(getattr(value, field.name)) for field in fields(value))
-    if isinstance(value, Rounds):
+    if isinstance(value, Rounds | SharedAttention):
         return tuple(_plain(each) for each in astuple(value))
     return value
 

@@ -41,6 +41,14 @@ def test_speeds_come_back(tmp_path: Path) -> None:
     assert StepPlan.load(tmp_path / "step.npz", made.config).digest == made.digest
 
 
+def test_pools_come_back(tmp_path: Path) -> None:
+    made = plan(LENGTHS, "libra", dp=4, cp=2, max_tokens_per_rank=32)
+    made.save(tmp_path / "step.npz")
+    back = StepPlan.load(tmp_path / "step.npz", made.config)
+    assert content(back) == content(made) and back.describe() == made.describe()
+    assert np.array_equal(back.loads().cost, made.loads().cost)
+
+
 def test_another_configuration_is_refused_by_name(tmp_path: Path) -> None:
     made = plan(LENGTHS, "vrsp", dp=2, max_tokens_per_rank=64)
     made.save(tmp_path / "step.npz")
