@@ -8,7 +8,8 @@ positions of the pack, in five int64 arrays:
 - `moves`: (stage, kind, src, dst, start, stop), KV or Q rows that are there before that stage's tiles; the sender holds
   them at home or received them in an earlier stage, which is what a ring does;
 - `returns`: the same columns, rows that go from their user `src` to their home `dst` after that stage: of KV rows the
-  dK and dV, in backward; of Q rows O and LSE in forward, where home merges them, and dQ in backward.
+  dK and dV, in backward; of Q rows O and LSE in forward, where home merges them, and dQ in backward. `dst` may be a rank on
+  the way instead, which was sent the row too: it adds what it has, and the sum goes on after a later stage.
 
 Heads may be computed in different places: with `head_groups` = G each position stands G times, at group · tokens + token,
 for H/G query heads and K/G KV heads each. `home` stays in tokens; tiles, moves and returns are in these *virtual*
@@ -180,7 +181,7 @@ class AttentionPlan:
         proof.tiles_are_fed(tiles, owner, arrival, computing)
         self._check_pairs(tiles, owner, wanted.tiles_of_pack(), computing)
         for kind, (_, returns) in enumerate(routes):
-            proof.rows_return(tiles, returns, kind, owner, P, computing)
+            proof.rows_return(tiles, returns, kind, owner, arrival[kind], computing)
         if self.known is not None and self.rank is not None:
             listed = self._listed_traffic()
             for kind in (KV, Q):

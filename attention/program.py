@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,17 @@ from numba import njit
 
 from .bands import join
 from .plan import KV, AttentionPlan, Int64, Q
+
+
+class Landing(NamedTuple):
+    """Where rows that come from a sender belong."""
+
+    buffer: int
+    """0: they are home. Another: they are on their way, and what this rank has of them goes on with them later."""
+    which: Int64 | None
+    """Which of the rows that come from the sender these are; None: all of them."""
+    rows: Int64
+    """Of the buffer."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,8 +52,8 @@ class Cargo:
     receive_splits: list[int]
     placing: Int64 | None
     """Which of the rows that arrive each row of the buffer is; None: all of them as they come."""
-    landing: list[Int64]
-    """For returns: the rows at home that what arrives from each sender is added to. Empty for moves."""
+    landing: list[list[Landing]]
+    """For returns: the rows that what arrives from each sender is added to. Empty for moves."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,7 +166,7 @@ def _cargos(
     outgoing, send_splits = _by_peer(plan, routes[routes[:, 2] == rank], 3)
     incoming, receive_splits = _by_peer(plan, routes[routes[:, 3] == rank], 2)
     buffer, row = _locate(outgoing[:, 4:], held)
-    at_home = _locate(incoming[:, 4:], held)[1] if landing else np.zeros(0, np.int64)
+    into, at = _locate(incoming[:, 4:], held) if landing else (np.zeros(0, np.int64),) * 2
     leave, come = (np.cumsum(np.append(0, splits.sum(1))) for splits in (send_splits, receive_splits))
     cargos: list[Cargo | None] = [None] * plan.stages
     for s in np.flatnonzero(exchanged).tolist():
@@ -166,7 +178,7 @@ def _cargos(
             send_splits=send_splits[s].tolist(),
             receive_splits=receive_splits[s].tolist(),
             placing=None,
-            landing=[at_home[a:b] for a, b in pairwise([int(come[s]), *ends])] if landing else [],
+            landing=[_landings(into[a:b], at[a:b]) for a, b in pairwise([int(come[s]), *ends])] if landing else [],
         )
     return cargos
 
@@ -186,6 +198,14 @@ def _picks(buffer: Int64, row: Int64) -> tuple[list[tuple[int, Int64]], Int64 | 
         return [(int(buffer[0]), row)] if len(buffer) else [], None
     by_buffer = np.argsort(buffer, kind="stable")
     return [(int(b), row[buffer == b]) for b in np.unique(buffer)], np.argsort(by_buffer, kind="stable")
+
+
+def _landings(buffer: Int64, row: Int64) -> list[Landing]:
+    """Where rows belong, for each buffer that any do."""
+    buffers = np.unique(buffer).tolist()
+    if len(buffers) == 1:
+        return [Landing(buffers[0], None, row)]
+    return [Landing(b, np.flatnonzero(buffer == b), row[buffer == b]) for b in buffers]
 
 
 @njit(nogil=True, cache=True)

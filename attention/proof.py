@@ -92,22 +92,38 @@ def tiles_are_fed(tiles: Int64, owner: Int64, arrival: list[Int64], computing: I
         raise ValueError(f"Stage {stage}, rank {rank}, tile [{q0}, {q1}) x [{k0}, {k1}): {what}.")
 
 
-def rows_return(tiles: Int64, returns: Int64, kind: int, owner: Int64, ranks: int, computing: Iterable[int]) -> None:
-    """Each row of a kind that a rank uses and does not hold goes home once, after its last use; no other row does."""
+def rows_return(
+    tiles: Int64, returns: Int64, kind: int, owner: Int64, arrival: Int64, computing: Iterable[int]
+) -> None:
+    """What a rank has of each row of a kind goes once, after its last use, and home: at once, or to a rank on the way, which adds its own.
+
+    A rank on the way had the row (arrival: from which stage), and sends on what came to it after that came; what such a rank does is
+    not known of those that are not `computing`. Rows that a rank neither uses nor is brought, and those at home, do not leave it.
+    """
+    ranks = len(arrival)
     result = "its gradient" if kind == KV else "its output"
     _in_range(returns, ranks, len(owner), "return")
     used = np.full((ranks, len(owner)), -1, np.int64)
     _last_use(tiles, 4 if kind == KV else 2, used)
     used[owner, np.arange(len(owner))] = -1
     back = np.full(used.shape, -1, np.int64)
+    brought = np.full(used.shape, -1, np.int64)
     for stage, _, src, dst, start, stop in returns:
-        if np.any(owner[start:stop] != dst):
-            raise ValueError(f"Stage {stage}: [{start}, {stop}) returns to rank {dst}, which is not its home.")
         if np.any(back[src, start:stop] >= 0):
             raise ValueError(f"Stage {stage}: rank {src} returns [{start}, {stop}) twice.")
         back[src, start:stop] = stage
+        brought[dst, start:stop] = np.maximum(brought[dst, start:stop], stage)
+    brought[owner, np.arange(len(owner))] = -1
     for rank in computing:
-        wrong = (used[rank] >= 0) != (back[rank] >= 0)
+        stray = (brought[rank] >= 0) & ((arrival[rank] >= NEVER) | (back[rank] <= brought[rank]))
+        if np.any(stray):
+            row = int(np.argmax(stray))
+            sent_on = f"sends it on in stage {back[rank, row]} (-1: never), not after it comes"
+            raise ValueError(
+                f"Stage {brought[rank, row]}: row {row} returns to rank {rank}, which is not its home and "
+                f"{'was never sent it' if arrival[rank, row] >= NEVER else sent_on}."
+            )
+        wrong = (np.maximum(used[rank], brought[rank]) >= 0) != (back[rank] >= 0)
         wrong |= back[rank] < used[rank]
         if np.any(wrong):
             row = int(np.argmax(wrong))

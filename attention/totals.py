@@ -1,7 +1,8 @@
 """What adds up over tiles and stages and comes home: outputs, merged by log-sum-exp, and gradients, summed.
 
 A rank has totals for each of its buffers, its own rows' (buffer 0) among them; those of rows that it received go home
-after their last use, while the next stage is computed, and join the total there by stage, then by sender. All of it is
+after their last use, while the next stage is computed, and join the total there by stage, then by sender; or they join that of a
+rank on the way, which sends on the sum. All of it is
 in promote(fp32, dtype), LSE too, but for what was computed in one piece and never joined.
 
     >>> outputs = Outputs(torch.zeros(2, 1, 4), [2], 4)
@@ -47,10 +48,10 @@ class Totals(Protocol):
 def exchange(
     totals: Totals, coming: Travelling | None, freight: Freight | None, group: Group | None
 ) -> Travelling | None:
-    """Put what is `coming` into the rows at home; then start to send what goes home now."""
+    """Put what is `coming` where it belongs, home or on its way; then start to send what goes home now."""
     if coming is not None:
-        for rows, parts in coming.landings(totals.like):
-            totals.put(0, rows, parts)
+        for buffer, rows, parts in coming.landings(totals.like):
+            totals.put(buffer, rows, parts)
     if freight is None:
         return None
     dtype = totals.like[0].dtype

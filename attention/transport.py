@@ -51,7 +51,7 @@ class Freight:
     send_splits: list[int]
     receive_splits: list[int]
     placing: Tensor | None
-    landing: list[Rows]
+    landing: list[list[tuple[int, Rows | None, Rows]]]
     spent: frozenset[int] = frozenset()
     """For returns: buffers of which nothing goes home later."""
 
@@ -76,7 +76,13 @@ class Freight:
             send_splits=cargo.send_splits,
             receive_splits=cargo.receive_splits,
             placing=_index(cargo.placing, device),
-            landing=[rows_of(rows, device) for rows in cargo.landing],
+            landing=[
+                [
+                    (buffer, None if which is None else rows_of(which, device), rows_of(rows, device))
+                    for buffer, which, rows in part
+                ]
+                for part in cargo.landing
+            ],
             spent=spent,
         )
 
@@ -110,11 +116,11 @@ class Travelling:
         order = self.freight.placing
         return self.received if order is None else self.received.index_select(0, order)
 
-    def landings(self, like: Parts) -> Iterator[tuple[Rows, Parts]]:
-        """For a return, once it is there: the rows at home and what comes for them, sender by sender."""
-        for rows, part in zip(self.freight.landing, self.wait().split(self.freight.receive_splits), strict=True):
-            if len(part):
-                yield rows, apart(part, like)
+    def landings(self, like: Parts) -> Iterator[tuple[int, Rows, Parts]]:
+        """For a return, once it is there: buffer, rows of it and what comes for them, sender by sender."""
+        for landing, part in zip(self.freight.landing, self.wait().split(self.freight.receive_splits), strict=True):
+            for buffer, which, rows in landing:
+                yield buffer, rows, apart(part if which is None else take(part, which), like)
 
 
 class Journey:

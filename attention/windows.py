@@ -42,8 +42,12 @@ def cut_routes(tiles: Int64, moves: Int64, returns: Int64, ranks: int, tokens: i
         read = np.zeros((ranks, tokens), bool)
         for rank, start, stop in tiles[:, [0, column, column + 1]].tolist():
             read[rank, start:stop] = True
-        for at in np.flatnonzero(returns[:, 1] == kind).tolist():
+        # What comes back to a rank goes on from there later, so the first stage comes first; and it has to have the row.
+        own = np.flatnonzero(returns[:, 1] == kind)
+        for at in own[np.argsort(returns[own, 0], kind="stable")].tolist():
             kept_returns[at] = _pieces(returns[at].tolist(), read[returns[at, 2]])
+            for piece in kept_returns[at]:
+                read[piece[3], piece[4] : piece[5]] = True
         # What is sent on later is needed too, so the last stage comes first.
         own = np.flatnonzero(moves[:, 1] == kind)
         for at in own[np.argsort(-moves[own, 0], kind="stable")].tolist():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from equipoise.attention.bands import CAUSAL, FULL, NO_LIMIT
 from equipoise.attention.plan import AttentionPlan
-from equipoise.attention.program import Program
+from equipoise.attention.program import Landing, Program
 from equipoise.packing.dacp import dacp_shards
 from equipoise.packing.mixed import mixed
 from equipoise.packing.sharding_choice import ShardCost, adaptive
@@ -130,7 +130,11 @@ def assert_same(one: Program, other: Program) -> None:
             if left is not None and right is not None:
                 assert left.send_splits == right.send_splits and left.receive_splits == right.receive_splits
                 assert all(np.array_equal(x, y) for (_, x), (_, y) in zip(left.picks, right.picks, strict=True))
-                assert all(np.array_equal(x, y) for x, y in zip(left.landing, right.landing, strict=True))
+                assert all(landed(x) == landed(y) for x, y in zip(left.landing, right.landing, strict=True))
+
+
+def landed(landing: list[Landing]) -> list[tuple[int, list[int] | None, list[int]]]:
+    return [(x.buffer, None if x.which is None else x.which.tolist(), x.rows.tolist()) for x in landing]
 
 
 def staggered(plan: AttentionPlan) -> AttentionPlan:

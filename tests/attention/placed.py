@@ -1,7 +1,8 @@
 """Plans that nobody would make: any mask over any homes, tiles on any rank and stage, rows by any way that is in time.
 
 What a planner may emit, and more: rows that come early, from whoever has them, or through ranks that only pass them on; results
-that go home later than they could; two packs in one domain; heads in groups. The executor must run them all.
+that go home later than they could, or over ranks that add theirs; two packs in one domain; heads in groups. The executor must run
+them all.
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ def _cuts(rng: Rng, start: int, stop: int, edges: np.ndarray) -> list[int]:
 
 
 def routes_of(rng: Rng, tiles: np.ndarray, owner: np.ndarray, ranks: int, stages: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row by row: moves from whoever has a row in time, perhaps over a rank that has no use for it, and returns after its last use."""
+    """Row by row: moves from whoever has a row in time, perhaps over a rank that has no use for it, and returns after its last use,
+    perhaps over a rank that has the row too."""
     moves, returns = [], []
     for kind in (KV, Q):
         first, last = _uses(tiles, kind, len(owner), ranks)
@@ -189,8 +191,15 @@ def routes_of(rng: Rng, tiles: np.ndarray, owner: np.ndarray, ranks: int, stages
             for rank, stage in arrives.items():
                 having = [home, *(other for other, at in arrives.items() if at < stage)]
                 moves.append((stage, kind, int(own.choice(having)), rank, row))
-            for rank in needs:
-                returns.append((int(own.integers(last[rank, row], stages)), kind, rank, home, row))
+            leaves = {rank: int(own.integers(last[rank, row], stages)) for rank in needs}
+            for rank in sorted(leaves, key=lambda rank: leaves[rank]):
+                # Home, or to another rank that was sent the row, which adds its own and sends the sum on later.
+                later = [x for x in arrives if x != rank and leaves.get(x, stages - 1) > leaves[rank]]
+                over = int(own.choice(later)) if later and own.random() < 0.4 else home
+                if over != home and over not in leaves:
+                    leaves[over] = int(own.integers(leaves[rank] + 1, stages))
+                    returns.append((leaves[over], kind, over, home, row))
+                returns.append((leaves[rank], kind, rank, over, row))
     return _joined(rng, moves), _joined(rng, returns)
 
 

@@ -147,6 +147,39 @@ def test_what_is_wrong_is_named(name, row, column, value, says):
         replace(plan, **{name: array}).check(mask)
 
 
+@pytest.mark.parametrize(
+    ("row", "column", "value", "says"),
+    [
+        (0, 0, 2, r"Stage 2: row 0 returns to rank 1, which is not its home and sends it on in stage 2 \(-1: never\)"),
+        (0, 3, 3, "Stage 1: row 0 returns to rank 3, which is not its home and was never sent it"),
+        (1, 4, 2, r"Stage 1: row 0 returns to rank 1, .* sends it on in stage -1"),
+        (0, 3, 0, None),
+    ],
+)
+def test_sums_on_their_way_home_go_on_after_they_came(row, column, value, says):
+    """Rank 2 gives its gradients to rank 1, which sends the sum home."""
+    tiles, home = [[1, 1, 4, 8, 0, 4, 0, 9], [2, 1, 8, 12, 0, 4, 0, 99]], [[0, 4], [4, 8], [8, 12], [12, 16]]
+    returns = np.array([[1, KV, 2, 1, 0, 4], [2, KV, 1, 0, 0, 4]])
+    plan = AttentionPlan(
+        ranks=(0, 1, 2, 3),
+        tokens=16,
+        home_offsets=np.arange(5),
+        home=np.array(home),
+        tiles=np.array(tiles),
+        moves=np.array([[1, KV, 0, 1, 0, 4], [1, KV, 0, 2, 0, 4]]),
+        returns=returns,
+    )
+    mask = Mask.of_slices(16, [(4, 8, 0, 4, 0), (8, 12, 0, 4, 0)])
+    plan.check(mask)
+    changed = returns.copy()
+    changed[row, column] = value
+    broken = replace(plan, returns=changed)
+    if says is None:
+        return broken.check(mask)
+    with pytest.raises(ValueError, match=says):
+        broken.check(mask)
+
+
 def test_kinds_groups_and_heads_that_do_not_fit_are_refused():
     plan, _ = small()
     with pytest.raises(ValueError, match=r"AttentionPlan.moves are of KV, 0, or of Q, 1; got kinds \[2\]"):

@@ -66,8 +66,9 @@ def assert_right(plan: AttentionPlan, cu_seqlens: np.ndarray) -> None:
         if cargos[0] is not None:
             sent = [sent_by(cargo, buffers) for cargo, buffers in zip(cargos, held, strict=True)]
             for rank, cargo in enumerate(cargos):
-                for src, rows in enumerate(cargo.landing):
-                    assert np.array_equal(held[rank][0][rows], sent[src][rank])
+                for src, landing in enumerate(cargo.landing):
+                    for buffer, which, rows in landing:
+                        assert which is None and np.array_equal(held[rank][buffer][rows], sent[src][rank])
 
 
 @PROMISE
