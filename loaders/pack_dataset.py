@@ -23,11 +23,11 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from ..packing.lengths import Lengths
-from ..packing.packs import Packs, Spans
+from ..packing.packs import Packs
 from ..packing.queues import WlbQueues
 from ..recipes import Recipe, choose
 from ..samplers.batch_sampler import BalancedBatchSampler
+from ..samplers.epoch_packs import packs_of, shortest_of
 from .dataset import PlannedDataset
 from .pack_layout import PackLayout, packs_table
 
@@ -92,14 +92,7 @@ def pack_dataset(
         >>> packed["input_ids"][:], packed["labels"][1], packed["seq_lengths"][:], packed["name"][:]
         ([[1, 2, 3, 4, 5], [6, 7, 8, 9]], [7, 8, 9, -100], [[3, 2], [4]], [['a', 'b'], ['c']])
     """
-    from datasets import Dataset, DatasetInfo, Features
-
-    if window is not None and (int(window) != window or window < 1):
-        raise ValueError(
-            f"window is a whole number of documents of at least 1, or None for all of them; got {window!r}"
-        )
-    if window is not None and group_key is not None:
-        raise ValueError("documents of a group may not be parted by windows: use group_key with window=None")
+    _check_window(window, group_key)
     data = PlannedDataset(dataset)
     lengths = data.lengths(group_key)
     if lengths.masks is not None:
@@ -120,7 +113,7 @@ def pack_dataset(
         count_targets=False,
     )
     filling = window is not None and sampler.recipe.pack in ("best_fit", "concat")
-    packs = packs_of(sampler, _shortest(lengths, sampler, too_long) if filling else None)
+    packs = packs_of(sampler, shortest_of(lengths, sampler, too_long) if filling else None)
     layout = PackLayout(
         data=data,
         types=_types(dataset),
@@ -128,66 +121,49 @@ def pack_dataset(
         shift_labels=shift_labels,
         restart_positions=restart_positions,
     )
+    return _laid_out(dataset, packs, sampler, window, layout, num_proc)
+
+
+def _check_window(window: int | None, group_key: str | None) -> None:
+    """Raises ValueError unless documents can be packed so many at a time."""
+    if window is None:
+        return
+    if int(window) != window or window < 1:
+        raise ValueError(
+            f"window is a whole number of documents of at least 1, or None for all of them; got {window!r}"
+        )
+    if group_key is not None:
+        raise ValueError("documents of a group may not be parted by windows: use group_key with window=None")
+
+
+def _laid_out(
+    dataset: Any,
+    packs: Packs,
+    sampler: BalancedBatchSampler,
+    window: int | None,
+    layout: PackLayout,
+    num_proc: int | None,
+) -> Dataset:
+    """The dataset of these packs: a table of their spans, mapped to their tokens."""
+    from datasets import Dataset, DatasetInfo, Features
+
     table = packs_table(packs, sampler.items.document_tokens(packs.spans.document))
     first = layout(table.slice(0, 1))  # what is wrong with a column is said before processes start
     told = _told(packs, sampler, window, layout)
     planned = Dataset(table, info=DatasetInfo(description=told), split=getattr(dataset, "split", None))
     fingerprint, cache = _cache(dataset, packs, told, sampler.config, layout)
-    return planned.with_format("arrow").map(
+    mapped = planned.with_format("arrow").map(
         layout,
         batched=True,
-        batch_size=max(1, TOKENS_AT_ONCE // max_tokens),
+        batch_size=max(1, TOKENS_AT_ONCE // sampler.cluster.capacity),
         num_proc=num_proc,
         remove_columns=planned.column_names,
         features=Features.from_arrow_schema(first.schema),
         new_fingerprint=fingerprint,
         cache_file_name=cache,
-        desc=f"Packing into {max_tokens}",
-    ).with_format(None)  # fmt: skip
-
-
-def packs_of(sampler: BalancedBatchSampler, shortest: int | None) -> Packs:
-    """The packs of an epoch on one rank, in the order in which they come.
-
-    shortest: tokens of the shortest document or piece that may come; None: each window is packed by itself. With it, what a
-    later document may fill is packed again with the next window: of the packs in which one would fit the emptiest, as many
-    as there are beyond those that the tokens would fill without gaps. So never more waits than best fit wastes; a document
-    that few fit beside may wait for more than one window.
-    """
-    parts: list[Packs] = []
-    held = Packs(spans=Spans.concat([]), offsets=np.zeros(1, np.int64))
-    for window in sampler.windows():
-        if len(held):
-            spans = Spans.concat([held.spans, window.spans])
-            window = replace(window, spans=spans, atom=np.arange(len(spans)))
-        plan = sampler.solver(window)
-        packs = plan.packs.take(plan.grid[0])
-        packs = packs.take(
-            np.flatnonzero(packs.spans.document[packs.offsets[:-1]] >= 0)
-        )  # slots no document is left for
-        if shortest is not None:
-            full = _full(packs.tokens, sampler.cluster.capacity, shortest)
-            packs, held = packs.take(np.flatnonzero(full)), packs.take(np.flatnonzero(~full))
-        parts.append(packs)
-    parts.append(held)
-    offsets = np.cumsum(np.concatenate([[0], *(np.diff(part.offsets) for part in parts)]))
-    return Packs(spans=Spans.concat([part.spans for part in parts]), offsets=offsets)
-
-
-def _full(tokens: np.ndarray, capacity: int, shortest: int) -> np.ndarray:
-    """Which packs no document can improve on: bool[p]."""
-    full = capacity - tokens < shortest
-    full[np.argsort(-tokens, kind="stable")[: int(tokens.sum()) // capacity]] = True
-    return full
-
-
-def _shortest(lengths: Lengths, sampler: BalancedBatchSampler, too_long: str) -> int:
-    """Tokens of the shortest document or piece."""
-    if sampler.recipe.cuts:
-        return 1
-    tokens, capacity = lengths.tokens, sampler.cluster.capacity
-    rest = tokens[tokens > capacity] % capacity if too_long == "split" else tokens[:0]
-    return min(int(some[some > 0].min()) for some in (tokens, rest) if (some > 0).any())
+        desc=f"Packing into {sampler.cluster.capacity}",
+    )
+    return mapped.with_format(None)
 
 
 def _fitting(recipe: Recipe, *, whole: bool) -> Recipe:

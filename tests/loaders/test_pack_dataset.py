@@ -13,8 +13,9 @@ import pytest
 import torch
 from datasets import Dataset, disable_progress_bars, enable_progress_bars, load_from_disk
 from equipoise import BalancedBatchSampler, Lengths, Recipe, plan, recipe
-from equipoise.loaders.pack_dataset import pack_dataset, packs_of
+from equipoise.loaders.pack_dataset import pack_dataset
 from equipoise.packing.assign import best_fit_decreasing
+from equipoise.samplers.epoch_packs import packs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
