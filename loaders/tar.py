@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from os import PathLike
 from typing import Any
 
@@ -117,7 +117,7 @@ class TarShards:
                 continue
             parsed = [self._parsed(number, at, value) for number, value in zip(numbers.tolist(), held, strict=True)]
             rows |= {column: [each[column] for each in parsed] for column in index.made[at]}
-        return {name: rows[name] for name in index.columns}
+        return rows
 
     def _checked(self, documents: Sequence[int] | Int64) -> Int64:
         numbers = np.asarray(documents, dtype=np.int64)
@@ -153,28 +153,35 @@ class TarShards:
             order = np.lexsort((offset, shard))
             shard, offset, size, kind = shard[order], offset[order], size[order], kind[order]
             runs, cuts, room, traits = _runs(shard, offset, size, kind)
-        buffer = self._buffers.take(room)
-        for begin, end, first, last, place in self._announced(runs.tolist(), shard):
+        buffer, listed = self._buffers.take(room), runs.tolist()
+        announce = self._announcer(listed, shard)
+        for at, (begin, end, first, last, place) in enumerate(listed):
+            into = buffer[place : place + last - first]
             try:
-                read_range(self._opened(int(shard[begin])), first, buffer[place : place + last - first])
+                read_range(self._opened(int(shard[begin])), first, into, partial(announce, at + 1))
             except (ValueError, OSError) as error:
-                at = np.arange(begin, end) if order is None else order[begin:end]
+                those = np.arange(begin, end) if order is None else order[begin:end]
                 ends = offset[begin:end] + size[begin:end]
-                raise self._unread(documents[at // len(index.extensions)], ends, error) from error
+                raise self._unread(documents[those // len(index.extensions)], ends, error) from error
         if traits:
             values = _slices(buffer, *cuts.tolist(), kind.tolist())
             return values if order is None else _reordered(values, order)
         begins, stops = cuts if order is None else cuts[:, np.argsort(order)]
         return Slices([_as_type(buffer, int(kind[0]))], np.zeros(len(begins), np.int64), begins, stops)
 
-    def _announced(self, runs: list[list[int]], shard: npt.NDArray[np.int32]) -> Iterator[list[int]]:
-        """The runs, some ahead told to the kernel: it fetches them side by side where they are not in memory."""
-        for at in range(0, len(runs), AHEAD):
-            batch = runs[at : at + AHEAD]
-            for begin, _, first, last, _ in batch if len(batch) > 1 else ():
-                with suppress(ValueError, OSError):  # it will be told when the run is read
-                    self._opened(int(shard[begin])).announce(first, last - first)
-            yield from batch
+    def _announcer(self, runs: list[list[int]], shard: npt.NDArray[np.int32]) -> Callable[[int], None]:
+        """What tells the kernel of the runs from one on, once a read has to wait: it fetches them side by side."""
+        told = 0
+
+        def announce(at: int) -> None:
+            nonlocal told
+            if at > told:
+                told = at + AHEAD
+                for begin, _, first, last, _ in runs[at:told]:
+                    with suppress(ValueError, OSError):  # it will be told when the run is read
+                        self._opened(int(shard[begin])).announce(first, last - first)
+
+        return announce
 
     def _opened(self, shard: int) -> Handle:
         """The shard, which was checked when it was opened."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ FREE = 1 << 25
 """Bytes of free buffers of one size that are kept; sizes are powers of two."""
 SMALLEST = 1 << 16
 """Bytes below which the allocator is left to itself."""
+_AT_ONCE = getattr(os, "RWF_NOWAIT", 0)
 
 
 class Handle:
@@ -42,14 +44,20 @@ class Handle:
             close(self.descriptor)
 
 
-def read_range(handle: Handle, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
+def read_range(handle: Handle, offset: int, buffer: npt.NDArray[np.uint8], late: Callable[[], None]) -> None:
     """Fill buffer (uint8[size]) with the bytes from ``offset`` on: the one place where payload is read.
 
-    Raises ValueError where the file ends before.
+    ``late`` is called before it waits for bytes that are not in memory. Raises ValueError where the file ends before.
     """
-    done, size = 0, len(buffer)
+    size = len(buffer)
+    try:
+        done = os.preadv(handle.descriptor, [buffer], offset, _AT_ONCE)
+    except OSError:  # nothing is in memory, or this kind of file does not tell; or it is an error that comes again
+        done = 0
+    if done < size:
+        late()
     while done < size:  # a read may stop early, at 2 GiB or for a signal
-        more = os.preadv(handle.descriptor, [buffer.data[done:]], offset + done)
+        more = os.preadv(handle.descriptor, [buffer[done:]], offset + done)
         if more == 0:
             raise ValueError(f"{size} bytes are due at byte {offset}, and the file has {done}")
         done += more

@@ -64,7 +64,7 @@ def test_going_on_in_the_middle_reads_nothing_before(source: TarShards, monkeypa
     monkeypatch.setattr(
         tar,
         "read_range",
-        lambda handle, offset, buffer: (read.append((offset, len(buffer))), inner(handle, offset, buffer)),
+        lambda handle, offset, buffer, late: (read.append((offset, len(buffer))), inner(handle, offset, buffer, late)),
     )
     assert values(source, [13, 14]) == [13, 14]
     begin = 4 * 1024  # four documents of the last shard lie before, a header of 512 and an npy of 136 bytes each
@@ -138,7 +138,7 @@ def test_neighbours_are_read_at_once_and_distant_ones_apart(tmp_path: Path, monk
     read = []
     inner = tar.read_range
     monkeypatch.setattr(
-        tar, "read_range", lambda handle, offset, buffer: (read.append(len(buffer)), inner(handle, offset, buffer))
+        tar, "read_range", lambda handle, at, buffer, late: (read.append(len(buffer)), inner(handle, at, buffer, late))
     )
     for order in (range(100), [*reversed(range(100))]):
         read.clear()
