@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,19 @@ class RankError(Exception):
     """The traceback of a rank, as the cause of the exception it raised."""
 
 
+def start_server() -> None:
+    """Let the server that ranks are forked from load what it loads, beside whatever is done here meanwhile."""
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
+
+
 class Ranks:
     """Teams of rank processes by world size."""
 
     def __init__(self, timeout: float = 60.0) -> None:
         self.timeout = timeout
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
+        start_server()
         self._teams: dict[int, _Team] = {}
 
     def run(self, function: Callable[..., Any], world: int, *args: Any, timeout: float | None = None) -> list[Any]:
