@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from ..samplers.batch_sampler import Planner, Solver
     from ..samplers.order import Window
     from ..samplers.plan import StepPlan
+    from ..samplers.solver import Planner, Solver
 
 FILLER_TOKENS = 512
 UNEVEN = ("dacp", "mixed", "dispatch", "joint", "blocks")  # rules that give ranks unequal shares

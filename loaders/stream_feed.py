@@ -31,9 +31,10 @@ from .stream import Stream
 from .stream_teller import Key, StreamTeller
 
 if TYPE_CHECKING:
-    from ..samplers.batch_sampler import BalancedBatchSampler, Planner, Solver
+    from ..samplers.batch_sampler import BalancedBatchSampler
     from ..samplers.order import Window
     from ..samplers.plan import MicroBatch, StepPlan
+    from ..samplers.solver import Planner, Solver
     from .ahead import Gate
     from .collate import ThdCollator
 

@@ -14,38 +14,24 @@ be loaded into is told in ``resume.py``.
 from __future__ import annotations
 
 import json
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import xxhash
 
-from ..packing.cost import SEVEN_B, CostModel, Hardware, cost_units
+from ..packing.cost import SEVEN_B, CostModel, Hardware
 from ..packing.lengths import Lengths
-from ..packing.masks import Mask
-from ..packing.packs import Spans
 from ..packing.queues import WlbQueues
+from .admission_choice import admission_of, items_of
 from .carry import QueuedAdmission
-from .groups import GroupedItems
-from .items import Items
-from .mixture import MixedOrder
-from .order import Admission, Order, Shuffled, StepSize, Window
+from .configuration import configuration, differences, warning
+from .micro_batches import MicroBatches
+from .order import StepSize, Window
 from .plan import Cluster, MicroBatch, StepPlan
-from .resume import (
-    STATE_VERSION,
-    alike,
-    check_place,
-    check_state,
-    differences,
-    rest_to_state,
-    stand,
-    warning,
-)
-from .stream import StreamAdmission
-from .stream_items import StreamItems
+from .resume import STATE_VERSION, check_place, check_state, items_as_saved, rest_to_state, stand
+from .solver import Planner, Solver, in_turn
 from .unindexed import Unindexed
 
 if TYPE_CHECKING:
@@ -54,31 +40,6 @@ if TYPE_CHECKING:
 
 ONCE = "all_exhausted_without_replacement"
 ORDERS = ("shuffle", "preserve", "largest_first")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Solver:
-    """What makes a step's plan of its documents: a pure function that any process can run."""
-
-    recipe: Recipe
-    cluster: Cluster
-    cost: Cost
-    order: str
-
-    def __call__(self, window: Window) -> StepPlan:
-        """Pack and place one step. Raises ValueError where fixed slots cannot hold it."""
-        return self.recipe.solve(window, self.cluster, self.cost, order=self.order)
-
-
-Planner = Callable[[Iterable[Window], Solver], Iterator[tuple[StepPlan, float]]]
-
-
-def in_turn(windows: Iterable[Window], solver: Solver) -> Iterator[tuple[StepPlan, float]]:
-    """Plans one after the other, each when it is asked for, with the seconds it took."""
-    for window in windows:
-        begin = time.perf_counter()
-        plan = solver(window)
-        yield plan, time.perf_counter() - begin
 
 
 class BalancedBatchSampler:
@@ -149,13 +110,8 @@ class BalancedBatchSampler:
         recipe.check_cluster(self.cluster)
         if order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
-        if evaluation and isinstance(lengths, Lengths) and lengths.blend and lengths.blend.exhausted != ONCE:
-            raise ValueError(
-                f"evaluation reads every document once, and a mixture with exhausted={lengths.blend.exhausted!r} does not: use "
-                f"exhausted={ONCE!r}"
-            )
-        if isinstance(lengths, Lengths) and lengths.masks is not None:
-            recipe.check_masks(lengths.masks.kind, bool(pad_tp))
+        if isinstance(lengths, Lengths):
+            _check_documents(lengths, recipe, evaluation, bool(pad_tp))
         if packs_per_step is not None and not recipe.one_size:
             raise ValueError(
                 f"packs_per_step counts packs of one size, and recipe {recipe.name!r} makes them of any: give "
@@ -168,66 +124,13 @@ class BalancedBatchSampler:
         self.count_targets = count_targets
         self.planner: Planner = in_turn
         self.refitted: list[float] | None = None
-        self.items = _items(lengths, recipe, self.cluster, too_long, recipe.longest(self.cluster))
-        self.admission = self._admit()
-        self.config = self._configuration()
+        self.items = items_of(lengths, recipe, self.cluster, too_long, recipe.longest(self.cluster))
+        self.admission = admission_of(self)
+        self.config = configuration(self)
         self._config_digest = self._digest_of_config()
         self.epoch, self.first_step, self.first_slot = 0, 0, 0
         self._first_targets: int | None = None
         self._rest: Window | None = None  # what was left of a step under way, for another cluster
-
-    def _admit(self) -> Admission | StreamAdmission | QueuedAdmission:
-        admission: Admission | StreamAdmission
-        if isinstance(self.index, Unindexed):
-            assert isinstance(self.items, StreamItems)
-            if self.order == "largest_first":
-                raise ValueError("order='largest_first' opens with the longest document, and a stream's is not known")
-            admission = StreamAdmission(
-                items=self.items,
-                more=self.index.more,
-                num_parts=self.index.num_parts,
-                step_size=self.step_size,
-                seed=self.seed,
-                last=self.last,
-            )
-        else:
-            assert not isinstance(self.items, StreamItems)
-            admission = Admission(
-                items=self.items,
-                order=_order(self.items, self.order == "largest_first", self.seed, self.shuffle),
-                step_size=self.step_size,
-                capacity=self.recipe.longest(self.cluster),
-                seed=self.seed,
-                last=self.last,
-                count_targets=self.count_targets,
-            )
-        if not self.queued:
-            return admission
-        assert isinstance(self.recipe.options, WlbQueues)
-        return QueuedAdmission(base=admission, queues=self.recipe.options, cluster=self.cluster, cost=self.cost)
-
-    def _configuration(self) -> dict:
-        """All that the plans follow from, as plain JSON: compared when a state or a plan is loaded, and in the digest."""
-        cluster = asdict(self.cluster)
-        probe = cost_units(self.cost, np.array([0, 10**8]), np.array([10**4, 10**4])).tolist()
-        return {
-            "recipe": repr(self.recipe),
-            "cost": [*probe, getattr(self.cost, "seconds_per_row", 0.0)],
-            **cluster,
-            "speeds": cluster["speeds"] and list(cluster["speeds"]),
-            **{name: value for name, value in asdict(self.step_size).items() if value is not None},
-            "seed": self.seed,
-            "shuffle": self.shuffle and isinstance(self.index, Lengths),
-            "order": self.order,
-            "opening": self.order == "largest_first",
-            "last": self.last,
-            "too_long": self.items.too_long,
-            "capacity": self.items.capacity,
-            "queued": self.queued,
-            "lengths": _told(self.index),
-            "masks": _masks_told(self.index),
-            "blend": repr(self.index.blend) if isinstance(self.index, Lengths) and self.index.blend else None,
-        }
 
     def _digest_of_config(self) -> int:
         return xxhash.xxh3_64_intdigest(json.dumps([self.config, self.refitted], sort_keys=True).encode())
@@ -289,8 +192,16 @@ class BalancedBatchSampler:
             step += 1
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
+        made = MicroBatches(
+            rank=self.rank,
+            solver=self.solver,
+            items=self.items,
+            masks=self.index.masks if isinstance(self.index, Lengths) else None,
+            config_digest=self._config_digest,
+            state=self.state,
+        )
         first_slot, first_targets = self.first_slot, self._first_targets
-        for plan, seconds in self.planner(self.windows(), self.solver):
+        for plan, seconds in self.planner(self.windows(), made.solver):
             if first_slot >= plan.num_slots:
                 raise ValueError(
                     f"the state stands behind micro-batch {first_slot} of step {plan.step} of epoch {plan.epoch}, which has "
@@ -298,62 +209,9 @@ class BalancedBatchSampler:
                 )
             if first_slot and plan.num_targets is None:
                 plan = replace(plan, num_targets=first_targets)
-            for micro_batch in self._micro_batches(plan, seconds)[first_slot:]:
+            for micro_batch in made.of(plan, seconds)[first_slot:]:
                 yield [micro_batch]
             first_slot = 0
-
-    def _micro_batches(self, plan: StepPlan, planning_seconds: float) -> list[MicroBatch]:
-        """This rank's specs of one step, in slot order."""
-        row, num_slots = plan.grid[self.rank].tolist(), plan.num_slots
-        cost, first, size = plan.loads().cost[self.rank].tolist(), plan.first_rank.tolist(), plan.cp_size.tolist()
-        template = int(plan.packs.spans.document.max())  # any real one: a step is never all fillers
-        digest = plan.digest ^ self._config_digest
-        spans = [plan.packs.take([pack]).spans for pack in row]
-        return [
-            MicroBatch(
-                spans=spans[slot],
-                document_tokens=np.where(spans[slot].document < 0, 0, self.items.document_tokens(spans[slot].document)),
-                epoch=plan.epoch,
-                step=plan.step,
-                slot=slot,
-                num_slots=num_slots,
-                ranks=tuple(range(first[pack], first[pack] + size[pack])),
-                cp_rank=self.rank - first[pack],
-                num_targets=plan.num_targets,
-                num_ranks=self.cluster.num_ranks,
-                document_stop=self.items.capacity if self.items.too_long == "truncate" else 0,
-                template=template,
-                digest=digest,
-                planning_seconds=planning_seconds,
-                cost=cost[slot] / 1e9,
-                max_tokens_per_rank=self.cluster.max_tokens_per_rank,
-                pad_multiple=int(self.cluster.multiple(size[pack])),
-                decision=self.recipe.decide(spans[slot], size[pack], self.cluster, self.cost),
-                chunk=None
-                if plan.rounds is None
-                else (int(plan.rounds.chunk_index[pack]), int(plan.rounds.chunk_count[pack])),
-                state=self.state(plan.epoch, plan.step, slot + 1, num_slots, plan.num_targets),
-                mask=self._mask_of(spans[slot]),
-                pool=self._pool(plan, slot),
-            )
-            for slot, pack in enumerate(row)
-        ]
-
-    def _pool(self, plan: StepPlan, slot: int) -> tuple[tuple[Spans, Mask | None], ...]:
-        """The packs with which this rank's shares its attention, its own among them."""
-        size = self.recipe.replicas_of_pool(self.cluster)
-        if size == 1:
-            return ()
-        first = self.rank // self.cluster.cp // size * size
-        packs = plan.grid[(first + np.arange(size)) * self.cluster.cp, slot].tolist()
-        spans = [plan.packs.take([pack]).spans for pack in packs]
-        return tuple((each, self._mask_of(each)) for each in spans)
-
-    def _mask_of(self, spans: Spans) -> Mask | None:
-        """That of a pack; None where all documents are causal."""
-        if not isinstance(self.index, Lengths) or self.index.masks is None:
-            return None
-        return self.index.masks.pieces(spans.document, spans.start, spans.stop)
 
     def state(self, epoch: int, step: int, slot: int, num_slots: int, num_targets: int | None) -> dict:
         """The state to resume from once ``slot`` micro-batches of this step are done: global, the same on all ranks.
@@ -397,7 +255,11 @@ class BalancedBatchSampler:
         check_state(state)
         saved = state["config"]
         differences(saved, self.config)
-        self._recut(saved["capacity"])
+        items = items_as_saved(self, saved["capacity"])
+        if items is not self.items:
+            self.items = items
+            self.admission, self.config = admission_of(self), {**self.config, "capacity": saved["capacity"]}
+            self._config_digest = self._digest_of_config()
         differs = [name for name in differences(saved, self.config) if name != "capacity"]
         if state["refitted"] is not None and state["refitted"] != self.refitted:
             self.refit(state["refitted"])
@@ -412,71 +274,6 @@ class BalancedBatchSampler:
         if differs:
             warnings.warn(warning(differs, saved, self.config, state["slot"] > 0), stacklevel=2)
 
-    def _recut(self, capacity: int) -> None:
-        """Cut and leave out documents as a run with this capacity did. ValueError where what it could hold does not fit."""
-        stream = isinstance(self.index, Unindexed)
-        if capacity == self.items.capacity or (stream and self.items.too_long == "error"):
-            return
-        limit = self.recipe.longest(self.cluster)
-        items = _items(self.index, self.recipe, self.cluster, self.items.too_long, capacity)
-        if alike(items, self.items):
-            return
-        longest = capacity if stream else items.longest
-        if longest > limit:
-            raise ValueError(
-                f"the saved run holds documents or pieces of up to {longest} tokens, and a pack has room for {limit} now: "
-                f"raise max_tokens_per_rank or cp"
-            )
-        self.items = items
-        self.admission, self.config = self._admit(), {**self.config, "capacity": capacity}
-        self._config_digest = self._digest_of_config()
-
-
-def _items(
-    lengths: Lengths | Unindexed, recipe: Recipe, cluster: Cluster, too_long: str, capacity: int
-) -> Items | GroupedItems | StreamItems:
-    """What can be admitted under this recipe. Raises ValueError where recipe and groups do not fit."""
-    multiple = int(cluster.multiple(cluster.cp)) if recipe.one_size else 1
-    if isinstance(lengths, Unindexed):
-        return StreamItems(capacity=capacity, too_long=too_long, multiple=multiple)
-    if lengths.group is not None and recipe.cuts:
-        raise ValueError(f"recipe {recipe.name!r} cuts documents, and documents of a group stay together and whole")
-    items = Items.of(lengths, capacity=capacity, too_long=too_long, multiple=multiple)
-    return items if lengths.group is None else GroupedItems.of(items)
-
-
-def _order(items: Items | GroupedItems, longest_first: bool, seed: int, shuffle: bool) -> Order:
-    """The endless stream of these items."""
-    blend = items.lengths.blend
-    if blend is None:
-        opening = items.longest_item if longest_first else None
-        return Shuffled(size=len(items), seed=seed, shuffle=shuffle, opening=opening)
-    if longest_first:
-        raise ValueError("order='largest_first' opens with the longest document, and a mixture has an order of its own")
-    return MixedOrder(items=items, blend=blend, seed=seed, shuffle=shuffle)  # type: ignore[arg-type]  # it refuses groups
-
-
-def _told(index: Lengths | Unindexed) -> str:
-    """What tells one index from another; of a stream its parts."""
-    if isinstance(index, Unindexed):
-        return f"stream of {index.num_parts} parts"
-    return f"{_digest_of(index)} of {len(index)}"
-
-
-def _digest_of(lengths: Lengths) -> str:
-    """Hash of all of the index that plans follow from."""
-    state = xxhash.xxh3_64()
-    for name in ("tokens", "pairs", "targets", "group"):
-        values = getattr(lengths, name)
-        state.update(name.encode() if values is None else np.ascontiguousarray(values).data)
-    return state.hexdigest()
-
-
-def _masks_told(index: Lengths | Unindexed) -> str | None:
-    if not isinstance(index, Lengths) or index.masks is None:
-        return None
-    return f"{index.masks.kind} {index.masks.digest()}"
-
 
 def _fixed_slots(packs_per_step: int | None, dp: int, slots: int | None) -> int | None:
     if packs_per_step is None:
@@ -487,3 +284,14 @@ def _fixed_slots(packs_per_step: int | None, dp: int, slots: int | None) -> int 
             f"slots={slots}: use {-(-packs_per_step // dp) * dp}, or leave slots out"
         )
     return packs_per_step // dp
+
+
+def _check_documents(lengths: Lengths, recipe: Recipe, evaluation: bool, pad_tp: bool) -> None:
+    """Refuse a mixture that is not read once, and masks that the recipe would take for causal ones."""
+    if evaluation and lengths.blend and lengths.blend.exhausted != ONCE:
+        raise ValueError(
+            f"evaluation reads every document once, and a mixture with exhausted={lengths.blend.exhausted!r} does not: use "
+            f"exhausted={ONCE!r}"
+        )
+    if lengths.masks is not None:
+        recipe.check_masks(lengths.masks.kind, pad_tp)

@@ -4,7 +4,7 @@ The state is global (the same on every rank), small and plain JSON: where the ne
 place in the stream where that step begins, what queues hold back, and the configuration that planned it. It counts documents,
 not packs, so that a run may go on with other ranks, caps or recipes:
 
-- what decides *which* documents come in *which* order must be as it was, or the state is refused (``FIXED``);
+- what decides *which* documents come in *which* order must be as it was, or the state is refused (``configuration.py``);
 - what decides how a step is packed and placed may change, with a warning. Steps of the same size then hold the same
   documents; with another size every remaining document still comes exactly once;
 - a step that is under way (``slot`` > 0) is planned again as it was, and what is left of it becomes a step of its own
@@ -23,11 +23,14 @@ import numpy as np
 from ..packing.lengths import Lengths
 from ..packing.packs import Spans
 from ..packing.queues import WlbQueues
+from .admission_choice import items_of
 from .carry import Held, QueuedAdmission
+from .configuration import SIZES, UNDER_WAY, told
 from .groups import GroupedItems
 from .items import Items
 from .order import Admission, Window, key_of
 from .stream_items import StreamItems
+from .unindexed import Unindexed
 
 if TYPE_CHECKING:
     from .batch_sampler import BalancedBatchSampler
@@ -36,9 +39,6 @@ STATE_VERSION = 2
 STATE_KEYS = frozenset(
     ("version", "config", "epoch", "step", "slot", "num_targets", "position", "epoch_start", "refitted", "held", "rest")
 )
-FIXED = ("lengths", "masks", "blend", "seed", "shuffle", "opening", "last", "too_long")
-SIZES = ("documents_per_step", "tokens_per_step", "packs_per_step")
-UNDER_WAY = ("recipe", "cost", "order")  # must be as they were to plan a step again
 _SPANS = ("document", "start", "stop", "pairs")
 
 
@@ -113,35 +113,25 @@ def check_place(sampler: BalancedBatchSampler, state: dict) -> None:
         raise ValueError(f"{told}it names documents that are not there")
 
 
-def differences(saved: dict, config: dict) -> list[str]:
-    """Names of what differs. Raises ValueError where that decides which documents come in which order."""
-    differs = [key for key in {**config, **saved} if saved.get(key) != config.get(key)]
-    fixed = [key for key in differs if key in FIXED]
-    if fixed:
+def items_as_saved(sampler: BalancedBatchSampler, capacity: int) -> Items | GroupedItems | StreamItems:
+    """The sampler's items, cut and left out as a run with this capacity did it. ValueError where what that run could hold does
+    not fit."""
+    now, stream = sampler.items, isinstance(sampler.index, Unindexed)
+    if capacity == now.capacity or (stream and now.too_long == "error"):
+        return now
+    items = items_of(sampler.index, sampler.recipe, sampler.cluster, now.too_long, capacity)
+    if _alike(items, now):
+        return now
+    longest, limit = capacity if stream else items.longest, sampler.recipe.longest(sampler.cluster)
+    if longest > limit:
         raise ValueError(
-            f"the saved run read its documents in another order ({told(fixed, saved, config)}); set these as they were"
+            f"the saved run holds documents or pieces of up to {longest} tokens, and a pack has room for {limit} now: "
+            f"raise max_tokens_per_rank or cp"
         )
-    return differs
+    return items
 
 
-def told(names: list[str], saved: dict, config: dict) -> str:
-    """What was and what is."""
-    return "; ".join(f"{name}: saved {saved.get(name)!r}, now {config.get(name)!r}" for name in names)
-
-
-def warning(differs: list[str], saved: dict, config: dict, rest: bool) -> str:
-    """What a resumed run does differently, in a sentence or two."""
-    moved = [name for name in differs if name in (*SIZES, "queued", "capacity")]
-    text = f"the run is resumed under another configuration ({told(differs, saved, config)}); "
-    text += (
-        "every remaining document comes exactly once, in other global batches"
-        if moved
-        else "global batches stay the same, packed and placed anew"
-    )
-    return text + ("; what was left of the step under way is a step of its own" if rest else "")
-
-
-def alike(items: Items | GroupedItems | StreamItems, other: Items | GroupedItems | StreamItems) -> bool:
+def _alike(items: Items | GroupedItems | StreamItems, other: Items | GroupedItems | StreamItems) -> bool:
     """Whether two sets of items are the same documents and pieces, under the same numbers; not known of a stream's."""
     if isinstance(items, GroupedItems) and isinstance(other, GroupedItems):
         return np.array_equal(items.member, other.member) and np.array_equal(items.offsets, other.offsets)
