@@ -36,6 +36,7 @@ from ..packing.mask_kinds import sliding_window
 from ..packing.masks import Mask
 from ..packing.shards import Shards
 from . import bands
+from .forwarding import forwarded, nodes_of
 from .plan import AttentionPlan, Int64
 from .routing import direct, part_of
 
@@ -63,8 +64,13 @@ class Overlap:
     """Rows that are placed together, at most."""
     splits: tuple[int, ...] = (IN_ORDER, EVEN, HIDDEN, HALVES)
     """Ways to split that are compared."""
+    devices_per_node: int | None = None
+    """Ranks of a node, by their numbers in the run: rows enter it once and are forwarded inside, a stage later than chosen where
+    need be (forwarding.py); None: they come straight from home."""
 
     def __post_init__(self) -> None:
+        if self.devices_per_node is not None and self.devices_per_node < 1:
+            raise ValueError(f"A node has at least one rank; got devices_per_node={self.devices_per_node}.")
         least = min(self.max_degree, self.parcel, 1 if self.degree is None else self.degree + 1, len(self.splits))
         if least < 1 or not self.stage_seconds >= 0 or not set(self.splits) <= set(range(4)):
             raise ValueError(
@@ -97,7 +103,11 @@ def groupcast_plan(
             f"The mask is of {int(wanted.tokens.sum())} tokens, the shards of {int(shards.cu_seqlens[-1])}."
         )
     tiles = _staged(shards, wanted, chosen)
-    moves, returns = direct(tiles, shards.offsets, shards.segments, int(shards.cu_seqlens[-1]))
+    where = shards.offsets, shards.segments, int(shards.cu_seqlens[-1])
+    if chosen.devices_per_node is None:
+        moves, returns = direct(tiles, *where)
+    else:
+        tiles, moves, returns = forwarded(tiles, *where, nodes=nodes_of(ranks, chosen.devices_per_node))
     plan = AttentionPlan(
         ranks=tuple(ranks),
         tokens=int(shards.cu_seqlens[-1]),

@@ -42,23 +42,34 @@ def direct(
     home_offsets: int64[P + 1], home: int64[h, 2], in tokens: what each rank holds. Raises ValueError where a tile of stage 0 needs
     rows that are not at home, or any tile rows that nobody holds.
     """
+    moves, returns = [], []
+    for kind, routes in straight(tiles, home_offsets, home, tokens, head_groups=head_groups).items():
+        rank, owner, start, stop, first, last = routes.T
+        kinds = np.full(len(routes), kind)
+        moves.append(np.column_stack([first, kinds, owner, rank, start, stop]))
+        returns.append(np.column_stack([last, kinds, rank, owner, start, stop]))
+    return joined(np.concatenate(moves)), joined(np.concatenate(returns))
+
+
+def straight(
+    tiles: npt.ArrayLike, home_offsets: npt.ArrayLike, home: npt.ArrayLike, tokens: int, *, head_groups: int = 1
+) -> dict[int, Int64]:
+    """Of KV and of Q rows, who needs which from whom: int64[n, 6] (rank, home, start, stop, stages of first and last use). See `direct`."""
     tiles = np.array(tiles, dtype=np.int64).reshape(-1, 8)
-    _trim(tiles)
+    trim(tiles)
     tiles = tiles[tiles[:, 2] < tiles[:, 3]]
     homes = _homes(np.asarray(home_offsets, np.int64), np.asarray(home, np.int64).reshape(-1, 2), tokens, head_groups)
-    moves, returns = [], []
+    found = {}
     for kind, columns in ((KV, (4, 5)), (Q, (2, 3))):
         uses = _uses(tiles[:, 0], tiles[:, 1], tiles[:, columns[0]], tiles[:, columns[1]], tokens * head_groups)
-        there, back, bad = _routes(uses, homes, kind)
+        found[kind], bad = _routes(uses, homes)
         if bad >= 0:
             rank, start, stop, first, _ = uses[bad]
             raise ValueError(
                 f"Rank {rank} needs {_NAMES[kind]} rows within [{start}, {stop}) in stage {first}, which "
                 + ("are not at home there: rows arrive in stage 1 or later." if first == 0 else "nobody holds.")
             )
-        moves.append(there)
-        returns.append(back)
-    return _joined(np.concatenate(moves)), _joined(np.concatenate(returns))
+    return found
 
 
 def part_of(plan: AttentionPlan, rank: int) -> AttentionPlan:
@@ -92,20 +103,21 @@ def _uses(rank: Int64, stage: Int64, start: Int64, stop: Int64, size: int) -> In
     return _swept(ranks[order], position[order], stages[order], opens, 1 + int(stage.max(initial=0)))
 
 
-def _joined(routes: Int64) -> Int64:
+def joined(routes: Int64) -> Int64:
     """Routes by (stage, kind, src, dst, start), those that touch in one."""
     routes = routes[np.lexsort((routes[:, 4], routes[:, 3], routes[:, 2], routes[:, 1], routes[:, 0]))]
     if not len(routes):
         return routes
     apart = np.any(routes[1:, :4] != routes[:-1, :4], axis=1) | (routes[1:, 4] != routes[:-1, 5])
     begins = np.flatnonzero(np.concatenate([[True], apart]))
-    joined = routes[begins]
-    joined[:, 5] = routes[np.append(begins[1:], len(routes)) - 1, 5]
-    return joined
+    one = routes[begins]
+    one[:, 5] = routes[np.append(begins[1:], len(routes)) - 1, 5]
+    return one
 
 
 @njit(nogil=True, cache=True)
-def _trim(tiles):
+def trim(tiles):
+    """Cut away what no pair of a tile needs, in place; a tile without a pair has no queries then."""
     for i in range(len(tiles)):
         t = tiles[i]
         t[2], t[3], t[4], t[5], t[6], t[7] = trimmed(t[2], t[3], t[4], t[5], t[6], t[7])
@@ -140,26 +152,24 @@ def _swept(ranks, position, stages, opens, num_stages):
 
 
 @njit(nogil=True, cache=True)
-def _routes(uses, homes, kind):
-    """(moves, returns, index of a use that cannot be served or -1), one of each for each use and home that meet."""
-    most = len(uses) + 8
-    moves, returns, n = np.empty((most, 6), np.int64), np.empty((most, 6), np.int64), 0
+def _routes(uses, homes):
+    """(int64[n, 6] (rank, home, start, stop, first, last) for each use and home that meet, index of a use that cannot be served or -1)."""
+    routes, n = np.empty((len(uses) + 8, 6), np.int64), 0
     for i in range(len(uses)):
         rank, start, stop, first, last = uses[i]
         x = max(np.searchsorted(homes[:, 0], start, side="right") - 1, 0)
         while start < stop:
             if x == len(homes) or not homes[x, 0] <= start < homes[x, 1]:
-                return moves[:0], returns[:0], i
+                return routes[:0], i
             end, owner = min(stop, homes[x, 1]), homes[x, 2]
             if owner != rank:
                 if first == 0:
-                    return moves[:0], returns[:0], i
-                if n == most:
-                    larger = np.empty((2, 2 * most, 6), np.int64)
-                    larger[0, :most], larger[1, :most] = moves, returns
-                    moves, returns, most = larger[0], larger[1], 2 * most
-                moves[n] = first, kind, owner, rank, start, end
-                returns[n] = last, kind, rank, owner, start, end
+                    return routes[:0], i
+                if n == len(routes):
+                    larger = np.empty((2 * n, 6), np.int64)
+                    larger[:n] = routes
+                    routes = larger
+                routes[n] = rank, owner, start, end, first, last
                 n += 1
             start, x = end, x + 1
-    return moves[:n].copy(), returns[:n].copy(), -1
+    return routes[:n].copy(), -1

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from equipoise.attention.counting import Counter, Counts
 from equipoise.attention.executor import attend
+from equipoise.attention.forwarding import forwarded
 from equipoise.attention.groups import CpGroups
 from equipoise.attention.kernels.reference import dense
 from equipoise.attention.plan import KV, AttentionPlan, Q
@@ -56,6 +57,8 @@ class Placed:
     """Tiles anywhere; else where their queries are at home."""
     direct: bool = False
     """Rows go straight from home for their first use and back after their last, as `routing.direct` says."""
+    nodes: int | None = None
+    """With `direct`: ranks of a node, which rows enter and leave once."""
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and dout of the domain, the same in every process."""
@@ -113,7 +116,10 @@ def _plan(case: Placed, mask: Mask) -> AttentionPlan:
     home = [pieces[rng.permutation(len(pieces))] for pieces in home]
     tiles = placed_tiles(case, rng, mask.tiles_of_pack(), owner, T)
     offsets, pieces = np.cumsum([0, *map(len, home)]), np.concatenate(home)
-    if case.direct:
+    if case.nodes is not None:
+        nodes = np.arange(P) // case.nodes
+        tiles, moves, returns = forwarded(tiles, offsets, pieces, T, nodes=nodes, head_groups=case.groups)
+    elif case.direct:
         moves, returns = direct(tiles, offsets, pieces, T, head_groups=case.groups)
     else:
         moves, returns = routes_of(rng, tiles, np.tile(owner, case.groups), P, case.stages)
