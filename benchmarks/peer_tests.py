@@ -8,7 +8,7 @@ Its tests are scripts for torchrun, NCCL and GPUs that print differences to flas
 on gloo and CPU (two words of its source are exchanged as it is read), over the stand-in for flash_attn of
 `attention_peers.py`; `ring_flash_attn` is the package, then tests/attention/peers/ring_flash_attn.py. The differences that it
 prints are shown side by side, the largest of any rank, and the run fails (exit 1) where ours is larger than twice theirs and
-bf16's own step. Striped attention is left out: a stripe of one token is a segment of a plan each.
+bf16's own step.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ TESTS = (
     "test_zigzag_ring_flash_attn_func",
     "test_zigzag_ring_flash_attn_varlen_func",
     "test_llama3_flash_attn_varlen_func",
+    "test_stripe_flash_attn_func",
 )
 STEP = 2**-7
 """Between bf16 numbers near 1, which outputs and gradients are of."""

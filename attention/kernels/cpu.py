@@ -22,6 +22,7 @@ from torch import Tensor
 from ..bands import FLIPPED, FULL, Int64, squares
 from .contract import Rows, Scores, add_, merge_, put_, rows_of, sum_dtype, take, widened
 from .grouping import batches, touched
+from .staircase import split_staircases
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -117,7 +118,7 @@ def check(q_THD: Tensor, v_SKV: Tensor, scores: Scores) -> None:
 
 def prepare(tiles: Int64, num_q: int, num_k: int, device: torch.device) -> CpuHandle:
     """Cut tiles (int64[m, 6] of addresses) into pieces, group them into calls, make their index tensors."""
-    pieces = squares(tiles)
+    pieces = squares(split_staircases(tiles))
     q_touched, q_place = touched(pieces[:, 0], pieces[:, 1], num_q)
     k_touched, k_place = touched(pieces[:, 2], pieces[:, 3], num_k)
     calls, seen = [], (np.zeros(num_q, bool), np.zeros(num_k, bool))

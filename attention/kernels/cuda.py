@@ -24,6 +24,7 @@ from torch import Tensor
 from ..bands import Int64, segments
 from .contract import Rows, Scores, add_, covers, merge_, rows_of, sum_dtype, take, widened
 from .grouping import layers, touched
+from .staircase import split_staircases
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -175,7 +176,7 @@ def check(q_THD: Tensor, v_SKV: Tensor, scores: Scores, engine: Engine | None = 
 
 def prepare(tiles: Int64, num_q: int, num_k: int, device: torch.device, engine: Engine | None = None) -> CudaHandle:
     """Cut tiles (int64[m, 6] of addresses) into segments, group them into varlen calls, make their index tensors."""
-    pieces = _alike(segments(tiles))
+    pieces = _alike(segments(split_staircases(tiles)), num_q, num_k)
     pieces = pieces[np.lexsort((pieces[:, 2], pieces[:, 0]))]
     windows, kind = np.unique(pieces[:, 4:], axis=0, return_inverse=True)
     # Neither query nor key rows twice in a call: results and gradients are then copied by unique indices.
@@ -274,10 +275,14 @@ def _packed(rows: Rows, x: Tensor) -> Tensor:
     return take(x, rows).contiguous()
 
 
-def _alike(pieces: Int64) -> Int64:
+def _alike(pieces: Int64, num_q: int, num_k: int) -> Int64:
     """Single queries that see all their keys count as causal where others are, so that they share a call."""
     causal = (pieces[:, 4:] == (-1, 0)).all(axis=1)
     single = (pieces[:, 1] - pieces[:, 0] == 1) & (pieces[:, 4:] == (-1, -1)).all(axis=1)
+    for start, stop, rows in ((0, 1, num_q), (2, 3, num_k)):
+        _, before = touched(pieces[causal, start], pieces[causal, stop], rows)
+        before = np.append(-1, before)  # index i: touched rows before row i, less one
+        single &= before[pieces[:, start]] == before[pieces[:, stop]]
     pieces[single & causal.any(), 5] = 0
     return pieces
 

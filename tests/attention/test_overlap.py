@@ -224,7 +224,7 @@ def varlen_calls(plan: AttentionPlan, rank: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["ring", "direct"])
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "striped"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_thousand_documents_take_at_most_four_varlen_calls_a_stage(layout, kind):
     case, most = Case(lengths=a_thousand_documents(), layout=layout, kind=kind), []
     for cp in (2, 8):

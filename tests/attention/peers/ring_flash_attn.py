@@ -8,7 +8,7 @@ neutral values only; the log-sum-exp that `return_attn_probs` asks for is comput
 # T tokens at home, H query heads, K key heads, D head dim, B rows of a batch, S tokens of a row at home.
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from equipoise.attention.kernels.contract import Scores, kernel_for
 from equipoise.attention.program import lower
 from equipoise.attention.ring import ring_plan
 from equipoise.attention.stages import prepare, run_forward
-from equipoise.packing.shards import contiguous, from_pieces, zigzag
+from equipoise.packing.shards import contiguous, from_pieces, striped, zigzag
 
 
 @cache
@@ -155,8 +155,8 @@ def llama3_flash_attn_varlen_func(
 
 
 ring_flash_attn_varlen_func, zigzag_ring_flash_attn_varlen_func = varlen(ring_shards), varlen(zigzag)
-ring_flash_attn_func, zigzag_ring_flash_attn_func = map(
-    batched, (ring_flash_attn_varlen_func, zigzag_ring_flash_attn_varlen_func)
+ring_flash_attn_func, zigzag_ring_flash_attn_func, stripe_flash_attn_func = map(
+    batched, (ring_flash_attn_varlen_func, zigzag_ring_flash_attn_varlen_func, varlen(partial(striped, stripe=1)))
 )
 ring_flash_attn_varlen_kvpacked_func = kvpacked(ring_flash_attn_varlen_func, 1)
 ring_flash_attn_varlen_qkvpacked_func = qkvpacked(ring_flash_attn_varlen_func, 1)
@@ -171,4 +171,8 @@ ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = (
 zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = (
     kvpacked(zigzag_ring_flash_attn_func, 2),
     qkvpacked(zigzag_ring_flash_attn_func, 2),
+)
+stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = (
+    kvpacked(stripe_flash_attn_func, 2),
+    qkvpacked(stripe_flash_attn_func, 2),
 )
