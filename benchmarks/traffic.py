@@ -26,8 +26,8 @@ from equipoise.attention.program import lower
 from equipoise.attention.ring import ring_plan
 from equipoise.packing.cost import SEVEN_B, causal_pairs
 from equipoise.packing.shards import Shards, striped
-from equipoise.recipes import PLANS
 from equipoise.samplers.plan import Cluster
+from equipoise.shard_attend import PLANS
 
 LENGTHS = Path(__file__).parents[2] / "shared" / "lengths"
 CONTEXT = 131072
