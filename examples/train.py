@@ -254,12 +254,15 @@ def train(loader: BalancedLoader, seed: int, steps: int) -> Run:
 
 def bytes_sent(batch: ThdBatch) -> float:
     """What this rank sends in attention, forward and backward, over all layers (fp32)."""
-    heads, kv_heads, dim = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["head_dim"]
-    if hasattr(batch.plan, "bytes_sent"):
-        return 2 * SHAPE["num_hidden_layers"] * float(batch.plan.bytes_sent(heads, kv_heads, dim, 4)[batch.cp_rank])
-    loads = batch.plan.loads(2 * kv_heads * dim * 4)
-    rows = loads.rows_sent[batch.cp_rank] + loads.rows_returned[batch.cp_rank]
-    return SHAPE["num_hidden_layers"] * float(rows * loads.bytes_per_row)
+    shape = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["head_dim"], 4
+    plan, sent = batch.plan, 0.0
+    for backward in (False, True):
+        if hasattr(plan, "bytes_sent"):
+            by_rank = plan.bytes_sent(*shape, backward=backward)
+        else:
+            by_rank = plan.bytes_moved(*shape, backward=backward)[0].sum(axis=0)
+        sent += float(by_rank[plan.ranks.index(dist.get_rank())])
+    return SHAPE["num_hidden_layers"] * sent
 
 
 if __name__ == "__main__":
