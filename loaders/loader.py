@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from .batch import ThdBatch
 from .collate import ThdCollator
 from .dataset import PlannedDataset
 from .fetch import Fetch, is_of_workers
-from .mesh import Place, coordinates, cpu_group, end_group
+from .mesh import coordinates, cpu_group, end_group, plan_store
 from .planning import PlanAhead, Share
 from .shapes import Shapes
 from .state_file import read_state, save_state
@@ -129,7 +129,7 @@ class BalancedLoader:
         refit: bool = False,
     ) -> None:
         place, recipe = coordinates(mesh, dp, cp, rank), choose(recipe)
-        self._ahead, self._timeout = ahead, timeout
+        self._ahead, self._timeout, self.shapes = ahead, timeout, shapes or Shapes()
         if ahead < 1 or check_every < 1:
             raise ValueError(f"ahead and check_every must be at least 1; got {ahead} and {check_every}")
         if group is None:
@@ -139,10 +139,7 @@ class BalancedLoader:
         self.dataset: PlannedDataset | Stream
         index: Lengths | Unindexed
         if isinstance(dataset, Stream):
-            if lengths is not None or targets is not None or group_key is not None:
-                raise ValueError(
-                    "a stream has no index: lengths=, targets= and group_key= are for datasets that have one"
-                )
+            _refuse_index(lengths, targets, group_key)
             self.dataset = dataset
             self._feed = StreamFeed(
                 dataset,
@@ -157,7 +154,6 @@ class BalancedLoader:
             self.dataset = PlannedDataset(dataset, targets=targets, on_error=on_error)
             index = self.dataset.index(lengths, group_key)
             counted = (index.targets is not None or not self.dataset.has_labels) and on_error == "raise"
-        self.shapes = shapes or Shapes()
         self.shapes.check_rule(recipe.shard, pad_tp, place.cp)
         self.sampler = BalancedBatchSampler(
             index,
@@ -186,14 +182,15 @@ class BalancedLoader:
             raise ValueError("refit=True needs a CostModel, whose coefficients it fits; got a callable cost")
         self._agreement = Agreement(
             group=group,
-            num_ranks=place.dp * place.cp,
+            num_ranks=place.num_ranks,
             every=check_every,
             skip=on_error == "skip" and self._feed is None,  # a stream's ranks tell each other before they plan
         )
+        share = None
+        if share_planning and place.num_ranks > 1:
+            share = Share(store=plan_store(place), rank=place.rank, world=place.num_ranks)
         processes = 2 * recipe.slow if planning_processes is None else planning_processes
-        self._planning = PlanAhead(
-            steps=plan_ahead, processes=processes, share=_share(place) if share_planning else None, timeout=timeout
-        )
+        self._planning = PlanAhead(steps=plan_ahead, processes=processes, share=share, timeout=timeout)
         self.sampler.planner = self.shapes.checked(self._planning)
         self._collator = ThdCollator(
             recipe, restart_positions=restart_positions, shapes=self.shapes, label_offsets=label_offsets
@@ -245,22 +242,8 @@ class BalancedLoader:
         loaded, has ended.
         """
         self._stop()
-        if self._state["step"] and not (self._resumed or self._at_end):
-            self.sampler.load_state_dict(self._state)
-            self._at_end = self.sampler.at_end  # all were taken, if not more asked for
-        if self._at_end:
-            self.set_epoch(self.epoch + 1)
-        elif not self._resumed:
-            self.set_epoch(self.epoch)
-        resumed = self._resumed
-        if self._refit and self.epoch != self._observed_epoch and not self._resumed:
-            assert isinstance(self.sampler.cost, CostModel)
-            self.sampler.refit(self._agreement.refit(self.sampler.cost, self._moments))
-            self._moments[:] = 0
-            self._state = self.sampler.state_dict()
-        self._observed_epoch = self.epoch
-        self.sampler.load_state_dict(self._state)
-        self._resumed = False
+        self._stand()
+        resumed, self._resumed = self._resumed, False
         self._pump = Pump(
             self._batches,
             agreement=self._agreement,
@@ -281,6 +264,23 @@ class BalancedLoader:
         if resumed and self._feed is not None and not self._asked:  # it was saved behind the stream's last micro-batch
             yield from self
 
+    def _stand(self) -> None:
+        """Put the sampler where the next iteration begins, with what the epoch before taught the cost model."""
+        if self._state["step"] and not (self._resumed or self._at_end):
+            self.sampler.load_state_dict(self._state)
+            self._at_end = self.sampler.at_end  # all were taken, if not more asked for
+        if self._at_end:
+            self.set_epoch(self.epoch + 1)
+        elif not self._resumed:
+            self.set_epoch(self.epoch)
+        if self._refit and self.epoch != self._observed_epoch and not self._resumed:
+            assert isinstance(self.sampler.cost, CostModel)
+            self.sampler.refit(self._agreement.refit(self.sampler.cost, self._moments))
+            self._moments[:] = 0
+            self._state = self.sampler.state_dict()
+        self._observed_epoch = self.epoch
+        self.sampler.load_state_dict(self._state)
+
     def _batches(self, gate: Gate) -> Iterable[ThdBatch]:
         if self._feed is not None:
             return self._feed.batches(self.sampler, self._collator, gate)
@@ -300,7 +300,7 @@ class BalancedLoader:
         batches = iter(self)
         for batch in batches:
             following = islice(batches, batch.num_slots - batch.slot - 1)
-            step = _chain(batch, following)
+            step = chain((batch,), following)
             yield step
             if next(step, None) is not None:
                 raise RuntimeError(
@@ -373,21 +373,6 @@ class BalancedLoader:
     __str__ = describe
 
 
-def _share(place: Place) -> Share | None:
-    """The job's store and this rank's turn; None for one rank alone."""
-    if place.dp * place.cp == 1:
-        return None
-    if not dist.is_initialized():
-        raise ValueError(
-            "share_planning=True needs torch.distributed, whose store carries the plans: initialise it first"
-        )
-    store: dist.Store = dist.distributed_c10d._get_default_store()
-    if place.planes is not None:  # ranks that differ in other axes plan the same steps, each plane for itself
-        plane = next(at for at, ranks in enumerate(place.planes) if dist.get_rank() in ranks)
-        store = dist.PrefixStore(f"equipoise plane {plane}", store)
-    return Share(store=store, rank=place.rank, world=place.dp * place.cp)
-
-
-def _chain(first: ThdBatch, rest: Iterator[ThdBatch]) -> Iterator[ThdBatch]:
-    yield first
-    yield from rest
+def _refuse_index(lengths: Lengths | None, targets: str | None, group_key: str | None) -> None:
+    if lengths is not None or targets is not None or group_key is not None:
+        raise ValueError("a stream has no index: lengths=, targets= and group_key= are for datasets that have one")

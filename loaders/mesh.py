@@ -1,4 +1,4 @@
-"""Where this process stands in the dp x cp plane, and the CPU group that spans it.
+"""Where this process stands in the dp x cp plane, and what its ranks meet through: a CPU group, the job's store.
 
 All randomness and every plan are keyed by these coordinates, so ranks that differ only in other axes (tp, pp) get the
 same batches. A mesh may have any of the axes dp (or several that begin with ``dp_``, as HSDP has) and cp, and any others.
@@ -26,6 +26,11 @@ class Place:
     cp: int
     rank: int
     planes: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the plane."""
+        return self.dp * self.cp
 
 
 def coordinates(mesh: DeviceMesh | None, dp: int | None, cp: int | None, rank: int | None) -> Place:
@@ -61,10 +66,10 @@ def coordinates(mesh: DeviceMesh | None, dp: int | None, cp: int | None, rank: i
 def cpu_group(place: Place, timeout: float) -> dist.ProcessGroup | None:
     """A gloo group over this rank's plane, made by all ranks together; None where torch.distributed does not run, or
     where the plane is not known to be the whole world (pass ``group=`` or ``mesh=`` then)."""
-    if not dist.is_initialized() or place.dp * place.cp == 1:
+    if not dist.is_initialized() or place.num_ranks == 1:
         return None
     if place.planes is None:
-        if place.dp * place.cp != dist.get_world_size():
+        if place.num_ranks != dist.get_world_size():
             return None
         return _met(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
     mine = None
@@ -86,3 +91,19 @@ def end_group(group: dist.ProcessGroup | None, owner: int) -> None:
     """Close a group that process ``owner`` made; not in a worker, which inherits it by fork and may collect its loader."""
     if group is not None and os.getpid() == owner and dist.is_initialized():
         dist.destroy_process_group(group)
+
+
+def plan_store(place: Place) -> dist.Store:
+    """The job's store, through which ranks tell each other plans; planes, which plan the same steps, have each their own keys.
+
+    Raises ValueError where torch.distributed does not run.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            "share_planning=True needs torch.distributed, whose store carries the plans: initialise it first"
+        )
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    if place.planes is None:
+        return store
+    plane = next(at for at, ranks in enumerate(place.planes) if dist.get_rank() in ranks)
+    return dist.PrefixStore(f"equipoise plane {plane}", store)
