@@ -89,7 +89,7 @@ def of_lengths(*tokens: int) -> list[dict]:
 @pytest.mark.parametrize("world", [4, 8])
 def test_a_step_equals_one_process(ranks, world: int, wrap: str) -> None:
     cases = [(chosen, documents(world, "some"), 16, 12) for chosen in RECIPES]
-    results = ranks.run(run, world, cases, wrap, timeout=120)[0]
+    results = ranks.run(run, world, cases, wrap, timeout=300)[0]
     assert_exact(results, cases)
     mixed = [len({len(ranks) for ranks in slot}) > 1 for _, slots in results for slot in slots]
     assert sum(mixed) > len(mixed) // 4, "these documents were to lead to groups of unequal size"
@@ -102,7 +102,7 @@ def test_a_slot_of_cp_4_2_1_and_1(ranks) -> None:
         for name in ("flexsp", "dynamic_cp")
         for attend, shard in (("ulysses", "contiguous"), ("ring", "zigzag"))
     ]
-    results = ranks.run(run, 8, cases, "ddp", timeout=120)[0]
+    results = ranks.run(run, 8, cases, "ddp", timeout=300)[0]
     assert_exact(results, cases)
     for _, slots in results:
         assert slots == [[(0, 1, 2, 3)] * 4 + [(4, 5)] * 2 + [(6,), (7,)]]
@@ -115,7 +115,7 @@ def test_groups_that_no_communicator_was_built_for(ranks) -> None:
             (recipe("dynamic_cp", options=ANY_DYNAMIC), of_lengths(*lengths), 32, len(lengths)),
             (recipe("flexsp", options=ANY_FLEXSP), of_lengths(*lengths), 32, len(lengths)),
         ]
-        results = ranks.run(run, world, cases, "ddp", timeout=120)[0]
+        results = ranks.run(run, world, cases, "ddp", timeout=300)[0]
         assert_exact(results, cases)
         for _, slots in results:
             assert [{len(ranks) for ranks in slot} for slot in slots] == [sizes]
