@@ -1,8 +1,8 @@
 """ThdCollator: lays one rank's share of a pack out as a ``ThdBatch``.
 
 Labels are shifted per document before anything is cut, so the last token of a document predicts nothing and the label at
-a cut survives. Every token-aligned column goes through the same segments as the tokens; each segment is one memory copy
-and everything else is a handful of vectorised passes over this rank's tokens.
+a cut survives. Every token-aligned column goes through the same segments as the tokens; ids and labels are copied by kernels
+from where they lie, without a Python object per document, and everything else follows from a few numbers per segment.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from ..packing.packs import Spans
 from ..packing.padded import pad_documents
 from ..packing.shards import Shards
-from ..samplers.plan import MicroBatch
+from ..samplers.micro_batches import MicroBatch
 from .batch import FIELDS, ThdBatch
 from .dataset import SKIPPED, Rows, fault_of_labels
-from .layout import IGNORE, PADDING, num_targets
+from .layout import IGNORE, num_targets
 from .shapes import Shapes
 from .slices import Slices
 
@@ -86,7 +86,8 @@ class ThdCollator:
         real = spans.tokens[spans.document >= 0]
         own: dict[str, Any] = {} if labels is None else {"labels": torch.from_numpy(labels)}
         if self.label_offsets:
-            ahead = [local.ahead(rows.get("labels", rows["input_ids"]), offset) for offset in self.label_offsets]
+            values = Slices.of(rows.get("labels", rows["input_ids"]))
+            ahead = [local.ahead(values, offset) for offset in self.label_offsets]
             own |= {"label_offsets": self.label_offsets, "shifted_labels": torch.from_numpy(np.stack(ahead))}
         if cu_padded[-1] > cu_seqlens[-1] or (spec.pad_multiple > 1 and shapes.max_docs is not None):
             own["cu_seqlens_padded"] = torch.from_numpy(shapes.ends(cu_padded.astype(np.int32)))
@@ -176,7 +177,8 @@ class ThdCollator:
             spans=Spans.concat([spec.spans, fillers]),
             document_tokens=np.concatenate([spec.document_tokens, none]),
         )
-        return spec, {name: [*values, *[values[0]] * len(tokens)] for name, values in rows.items()}
+        at = np.append(np.arange(len(spec.spans) - len(tokens)), none)
+        return spec, {name: _taken(values, at) for name, values in rows.items()}
 
 
 def _boundaries(spec: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
@@ -197,12 +199,17 @@ def _readable(spec: MicroBatch, rows: Rows) -> tuple[MicroBatch, Rows, tuple[tup
     lost = np.isin(np.where(document < 0, spec.template, document), list(reasons))
     read = np.flatnonzero(~lost)
     if len(read):
-        at = np.where(lost, read[0], np.arange(len(lost))).tolist()
-        rows = {name: [values[row] for row in at] for name, values in rows.items() if name != SKIPPED}
+        at = np.where(lost, read[0], np.arange(len(lost)))
+        rows = {name: _taken(values, at) for name, values in rows.items() if name != SKIPPED}
     else:
         rows = {"input_ids": [np.zeros(0, np.int64)] * len(lost)}
     told = tuple((number, str(reasons[number])) for number in dict.fromkeys(document[lost & (document >= 0)].tolist()))
     return replace(spec, spans=replace(spec.spans, document=np.where(lost, -1, document))), rows, told
+
+
+def _taken(values: Sequence[Any], at: np.ndarray) -> Sequence[Any]:
+    """A column's values of the rows int64[k]."""
+    return values.take(at) if isinstance(values, Slices) else [values[row] for row in at.tolist()]
 
 
 class _Segments:
@@ -210,16 +217,18 @@ class _Segments:
 
     def __init__(self, spec: MicroBatch, shards: Shards, rows: Rows) -> None:
         held = slice(shards.offsets[spec.cp_rank], shards.offsets[spec.cp_rank + 1])
-        spans = spec.spans
-        segments, self.document, padding = _split_padding(
-            shards.segments[held], shards.document[held], shards.cu_seqlens[:-1] + spans.tokens
-        )
+        spans, segments, self.document = spec.spans, shards.segments[held], shards.document[held]
+        self.filler = spans.document < 0
+        self.empty = self.filler[self.document]  # bool[s]
+        if spec.pad_multiple > 1:
+            segments, self.document, padding = _split_padding(
+                segments, self.document, shards.cu_seqlens[:-1] + spans.tokens
+            )
+            self.empty = self.filler[self.document] | padding
         self.tokens = segments[:, 1] - segments[:, 0]
         self.place = segments[:, 0]  # in the pack
-        self.begin = spans.start[self.document] + segments[:, 0] - shards.cu_seqlens[self.document]
+        self.begin = spans.start[self.document] + self.place - shards.cu_seqlens[self.document]
         self.span_start = spans.start
-        self.filler = spans.document < 0
-        self.empty = self.filler[self.document] | padding  # bool[s]
         self.numbers = spans.document
         self.named = np.where(self.filler, spec.template, spans.document)  # whose row it is
         self.length = self._document_tokens(spec, rows)  # int64[d], as the plan knows each document
@@ -252,7 +261,9 @@ class _Segments:
     def segments(self, *, restart: bool) -> np.ndarray:
         """int64[s, 4]: document of the pack, position of the first token, place in the pack, tokens."""
         begin = self.begin - self.span_start[self.document] if restart else self.begin
-        return np.stack([self.document, begin, self.place, self.tokens], axis=1)
+        out = np.empty((len(self.tokens), 4), np.int64)
+        out[:, 0], out[:, 1], out[:, 2], out[:, 3] = self.document, begin, self.place, self.tokens
+        return out
 
     def columns(self, rows: Rows) -> tuple[dict[str, Any], np.ndarray | None, np.ndarray]:
         """Every other column, token-aligned ones cut; the shifted labels int64[t], None where the tokens are the labels;
@@ -268,32 +279,25 @@ class _Segments:
                 self._check_integers("labels" if name == "labels" else "token ids", values)
             if isinstance(values, Slices) or all(isinstance(value, np.ndarray) for value in values):
                 self._check_aligned(name, values, rows["input_ids"])
-                out[name] = self._cut(values, np.dtype(np.int64) if name in ("input_ids", "labels") else None)
+                if name not in ("input_ids", "labels"):
+                    out[name] = self._cut(values)
             elif any(isinstance(value, np.ndarray) for value in values):
                 raise ValueError(f"column {name!r} holds arrays for some documents and single values for others")
             else:
                 out[name] = [None if empty else value for value, empty in zip(values, self.filler, strict=True)]
-        ids = out["input_ids"]
-        if (
-            ids.size
-            and any(each.kind == "i" or each.itemsize == 8 for each in _dtypes(rows["input_ids"]))
-            and ids.min() < 0
-        ):
+        ids = Slices.of(rows["input_ids"])
+        out["input_ids"], lowest = ids.widened(self.document, self.begin, self.tokens, self.empty)
+        if lowest < 0:
             at = next(at for at, value in enumerate(rows["input_ids"]) if (value.astype(np.int64) < 0).any())
-            raise ValueError(f"token ids must not be negative; got {ids.min()} in document {self.named[at]}")
-        behind = self._behind(rows.get("labels", rows["input_ids"]))
-        if "labels" not in out:
-            return out, None, behind
-        cut = out.pop("labels")
-        labels = np.full(len(cut), IGNORE, np.int64)
-        if len(cut):
-            labels[:-1] = cut[1:]
-            labels[np.cumsum(self.tokens) - 1] = behind
-            labels[np.repeat(self.empty, self.tokens)] = IGNORE
+            raise ValueError(f"token ids must not be negative; got {lowest} in document {self.named[at]}")
+        if "labels" not in rows:
+            return out, None, self._behind(ids)
+        values = Slices.of(rows["labels"])
+        labels = self.ahead(values, 1)
         if np.count_nonzero(labels < 0) != np.count_nonzero(labels == IGNORE):
             at = next(at for at, value in enumerate(rows["labels"]) if fault_of_labels(value))
             raise ValueError(f"document {self.named[at]} cannot be trained on: {fault_of_labels(rows['labels'][at])}")
-        return out, labels, behind
+        return out, labels, self._behind(values)
 
     def _check_integers(self, what: str, values: Sequence[Any]) -> None:
         if isinstance(values, Slices) and len(values.dtypes) == 1 and next(iter(values.dtypes)).kind in "iu":
@@ -306,8 +310,9 @@ class _Segments:
             raise ValueError(f"{what} must be integers of a kind; in this pack some are uint64 and some are signed")
 
     def _check_aligned(self, name: str, values: Sequence[np.ndarray], ids: Sequence[np.ndarray]) -> None:
-        if isinstance(values, Slices) and isinstance(ids, Slices) and np.array_equal(values.tokens, ids.tokens):
-            return
+        if isinstance(values, Slices) and isinstance(ids, Slices):
+            if values is ids or np.array_equal(values.tokens, ids.tokens):
+                return
         for at, (value, tokens) in enumerate(zip(values, ids, strict=True)):
             if value.ndim != 1 or len(value) != len(tokens):
                 raise ValueError(
@@ -315,8 +320,8 @@ class _Segments:
                     f"{self.numbers[at]} it has shape {value.shape} beside {len(tokens)} tokens"
                 )
 
-    def _cut(self, values: Sequence[np.ndarray], dtype: np.dtype | None) -> np.ndarray:
-        """The values of this rank's tokens, as ``dtype`` or as they are; zeros for a filler's and for padding."""
+    def _cut(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """The values of this rank's tokens, of whatever type; zeros for a filler's and for padding."""
         if isinstance(values, Slices):
             pieces = values.cut(self.document, self.begin, self.tokens)
         else:
@@ -330,30 +335,15 @@ class _Segments:
             nothing = np.zeros(int(self.tokens.max()), values[0].dtype)
             for at in np.flatnonzero(self.empty).tolist():
                 pieces[at] = nothing[: self.tokens[at]]
-        if not pieces:
-            return np.zeros(0, values[0].dtype if dtype is None else dtype)
-        return np.concatenate(pieces, dtype=dtype, casting="unsafe") if dtype else np.concatenate(pieces)
+        return np.concatenate(pieces) if pieces else np.zeros(0, values[0].dtype)
 
-    def ahead(self, values: Sequence[np.ndarray], offset: int) -> np.ndarray:
+    def ahead(self, values: Slices, offset: int) -> np.ndarray:
         """int64[t]: for each token the value `offset` further on in its document; -100 where there is none and in fillers."""
-        out = np.full(int(self.tokens.sum()), IGNORE, np.int64)
-        place = np.cumsum(self.tokens) - self.tokens
-        first, stop = self.begin + offset, np.minimum(self.begin + self.tokens + offset, self.length[self.document])
-        for at in np.flatnonzero((stop > first) & ~self.empty).tolist():
-            found = values[self.document[at]][first[at] : stop[at]]
-            out[place[at] : place[at] + len(found)] = found
-        return out
+        return values.ahead(self.document, self.begin, self.tokens, self.empty, self.length, offset)
 
-    def _behind(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """int64[s]: the value behind each segment in its document; -100 behind a document's last and in fillers."""
-        stop = self.begin + self.tokens
-        inside = np.flatnonzero((stop < self.length[self.document]) & ~self.empty)
-        behind = np.where(self.empty, PADDING, IGNORE)
-        behind[inside] = [
-            values[document][at]
-            for document, at in zip(self.document[inside].tolist(), stop[inside].tolist(), strict=True)
-        ]
-        return behind
+    def _behind(self, values: Slices) -> np.ndarray:
+        """int64[s]: the value behind each segment in its document; -100 behind a document's last, -101 in fillers."""
+        return values.behind(self.document, self.begin + self.tokens, self.empty, self.length)
 
 
 def _split_padding(segments: np.ndarray, document: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -366,10 +356,6 @@ def _split_padding(segments: np.ndarray, document: np.ndarray, end: np.ndarray) 
     both = np.stack([real, pads], 1).reshape(-1, 2)
     kept = both[:, 1] > both[:, 0]
     return both[kept], np.repeat(document, 2)[kept], np.tile([False, True], len(segments))[kept]
-
-
-def _dtypes(values: Sequence[np.ndarray]) -> set[np.dtype]:
-    return values.dtypes if isinstance(values, Slices) else {value.dtype for value in values}
 
 
 def _tensor(value: Any) -> Any:

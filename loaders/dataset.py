@@ -17,13 +17,12 @@ from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import pyarrow as pa
 from torch.utils.data import Dataset
 
 from ..packing.lengths import Lengths
-from ..samplers.plan import MicroBatch
+from ..samplers.micro_batches import MicroBatch
+from .arrow_rows import ArrowRows, is_plain
 from .layout import IGNORE
-from .slices import Slices
 
 Rows = dict[str, Sequence[Any]]
 
@@ -147,9 +146,9 @@ class PlannedDataset(Dataset):
         fetched = []
         for micro_batch in micro_batches:
             document = micro_batch.spans.document
-            tokens = np.where(document < 0, -1, micro_batch.document_tokens)
             numbers = np.where(document < 0, micro_batch.template, document).tolist()
-            fetched.append((micro_batch, self.readable(numbers, tokens.tolist())))
+            tokens = np.where(document < 0, -1, micro_batch.document_tokens).tolist()
+            fetched.append((micro_batch, self.readable(numbers, tokens)))
         return fetched
 
     def readable(self, documents: list[int], tokens: list[int] | None = None) -> Rows:
@@ -182,8 +181,8 @@ class PlannedDataset(Dataset):
         )
 
     @cached_property
-    def _arrow(self) -> _ArrowReader | None:
-        return _ArrowReader(self.dataset, self.targets) if _is_plain_arrow(self.dataset) else None
+    def _arrow(self) -> ArrowRows | None:
+        return ArrowRows(self.dataset, self.targets) if is_plain(self.dataset) else None
 
     def rows(self, documents: list[int]) -> Rows:
         """Columns of these documents: 1-D arrays (one per document) or one scalar per document."""
@@ -284,85 +283,3 @@ def _value(value: Any) -> Any:
         return value
     array = np.asarray(value)
     return array.item() if array.ndim == 0 and array.dtype != object else array
-
-
-def _is_plain_arrow(dataset: Any) -> bool:
-    """A HF Dataset whose rows are what Arrow holds (no transform set by the user)."""
-    data = getattr(dataset, "data", None)
-    if not isinstance(getattr(data, "table", None), pa.Table):
-        return False
-    return dataset.format["type"] in (None, "numpy", "torch", "arrow", "python")
-
-
-class _ArrowReader:
-    """Slices of the columns of a HF Dataset by document number, over all chunks, without copying."""
-
-    def __init__(self, dataset: Any, targets: str | None) -> None:
-        table, indices = dataset.data.table, dataset._indices
-        self.indices = None if indices is None else indices.column(0)
-        names = [name for name in dataset.format["columns"] if name != targets]
-        self.columns = {name: _chunks(name, table.column(name)) for name in names}
-
-    def rows(self, documents: list[int]) -> Rows:
-        if self.indices is not None:
-            documents = self.indices.take(pa.array(documents)).to_pylist()
-        return {name: _read(chunks, starts, documents) for name, (starts, chunks) in self.columns.items()}
-
-
-def _read(chunks: list[Any], starts: np.ndarray, rows: list[int]) -> Sequence[Any]:
-    chunk_of = np.searchsorted(starts, rows, side="right") - 1
-    row_of = np.asarray(rows, np.int64) - starts[chunk_of]
-    if chunks and all(isinstance(held, tuple) and held[1] is not None for held in chunks):
-        return _sliced(chunks, chunk_of, row_of)
-    values = []
-    for chunk, row in zip(chunk_of.tolist(), row_of.tolist(), strict=True):
-        held = chunks[chunk]
-        if isinstance(held, tuple):
-            flat, offsets = held
-            values.append(flat[offsets[row] : offsets[row + 1]] if offsets is not None else flat[row])
-        else:
-            values.append(held[row].as_py())
-    return values
-
-
-def _sliced(chunks: list[tuple[np.ndarray, np.ndarray]], chunk_of: np.ndarray, row_of: np.ndarray) -> Slices:
-    flats = [flat for flat, _ in chunks]
-    if len(chunks) == 1:
-        offsets = chunks[0][1]
-        return Slices(flats, chunk_of, offsets[row_of], offsets[row_of + 1])
-    pairs = zip(chunk_of.tolist(), row_of.tolist(), strict=True)
-    ends = [(chunks[chunk][1][row], chunks[chunk][1][row + 1]) for chunk, row in pairs]
-    bounds = np.array(ends, np.int64).reshape(-1, 2)
-    return Slices(flats, chunk_of, bounds[:, 0], bounds[:, 1])
-
-
-def _chunks(name: str, column: pa.ChunkedArray) -> tuple[np.ndarray, list]:
-    """First row of each chunk, and per chunk (flat values, offsets) for lists, (rows, None) for fixed-size ones, or the
-    Arrow array itself for scalars."""
-    kind = column.type
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    nested = is_list or pa.types.is_fixed_size_list(kind)
-    plain = kind.value_type if nested else kind
-    number = pa.types.is_integer(plain) or pa.types.is_floating(plain) or pa.types.is_boolean(plain)
-    text = pa.types.is_string(plain) or pa.types.is_large_string(plain)
-    if not number and (nested or not text):
-        raise ValueError(
-            f"column {name!r} has type {kind}: a column must hold one list of numbers per document (token-aligned) or one "
-            f"number or string per document; remove it with dataset.remove_columns({name!r}) or convert it"
-        )
-    starts = np.cumsum([0] + [len(chunk) for chunk in column.chunks[:-1]])
-    chunks: list[Any] = []
-    for chunk in column.chunks:
-        if not nested:
-            chunks.append(chunk)
-            continue
-        flat = chunk.values
-        if flat.null_count:
-            raise ValueError(f"column {name!r} holds {flat.null_count} nulls inside its lists; fill or drop them first")
-        values = flat.to_numpy(zero_copy_only=False)
-        if is_list:
-            chunks.append((values, chunk.offsets.to_numpy()))
-        else:
-            size = kind.list_size
-            chunks.append((values[chunk.offset * size :].reshape(-1, size)[: len(chunk)], None))
-    return starts, chunks

@@ -88,6 +88,8 @@ class Shards:
 def contiguous(cu_seqlens: npt.ArrayLike, cp_size: int) -> Shards:
     """Rank r holds the r-th of cp_size equal runs of the pack. cu_seqlens: int[k + 1], from 0, never falling."""
     cu = _boundaries(cu_seqlens, cp_size)
+    if cp_size == 1:
+        return _whole(cu)
     start, stop, document, run = _cut(cu, cp_size)
     return from_pieces(cu, cp_size, start, stop, document, run)
 
@@ -98,6 +100,8 @@ def zigzag(cu_seqlens: npt.ArrayLike, cp_size: int, per: str = "document") -> Sh
     cu_seqlens: int[k + 1], from 0, never falling. per: "document" or "sequence".
     """
     cu = _boundaries(cu_seqlens, cp_size)
+    if cp_size == 1 and per in ("sequence", "document"):
+        return _whole(cu)
     if per == "sequence":
         start, stop, document, chunk = _cut(cu, 2 * cp_size)
         return from_pieces(cu, cp_size, start, stop, document, np.minimum(chunk, 2 * cp_size - 1 - chunk))
@@ -163,6 +167,14 @@ def _boundaries(cu_seqlens: npt.ArrayLike, cp_size: int) -> Int64:
     if cp_size < 1:
         raise ValueError(f"A CP group has at least one rank; got cp_size={cp_size}.")
     return boundaries(cu_seqlens)
+
+
+def _whole(cu: Int64) -> Shards:
+    """What every rule gives a rank that is alone: the documents as they are."""
+    document = np.flatnonzero(cu[1:] > cu[:-1])
+    segments = np.empty((len(document), 2), np.int64)
+    segments[:, 0], segments[:, 1] = cu[document], cu[document + 1]
+    return Shards(cu_seqlens=cu, cp_size=1, offsets=np.array([0, len(document)]), segments=segments, document=document)
 
 
 def _cut(cu: Int64, pieces: int) -> tuple[Int64, Int64, Int64, Int64]:
