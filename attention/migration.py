@@ -14,10 +14,15 @@ nothing needs to be merged. Decided here:
 - the cost of a run is that of its queries (Q out, O and dQ back) and of the keys that the recipient has neither at home nor for
   blocks it computes already, less those that the donor then need not receive.
 
+So that planning takes no longer the more ranks there are, what is known is not asked again: the best run from a donor to a taker
+is found once, and anew only when either took part in a move; takers that have nothing of a pack's keys are alike but for their
+room, so that only the one with most is tried. Keys are counted in pieces, at most `PIECES` to each stretch that a rank holds, to
+which a run may be charged a little less than it moves.
+
 Where no run fits under the cap, single blocks move as long as that lowers the load of the rank they leave below what it was and
 leaves the one they go to below that: what then remains above the cap cannot be divided further with blocks of this size.
 
-Cost: runs tried x blocks they need; 8 packs of 256K causal tokens, 8 head groups, blocks of 2048: see `benchmarks/tiles.py`.
+Cost: per move about as many runs as there are donors, each of its blocks x pieces they need; see `benchmarks/tiles.py`.
 """
 
 from __future__ import annotations
@@ -30,6 +35,9 @@ from numba import njit
 from ..packing.mask_areas import KeyRanges
 from .bands import Int64
 
+PIECES = 16
+"""Of the keys in a stretch of neighbouring blocks of one rank, at most."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Blocks:
@@ -41,24 +49,53 @@ class Blocks:
     """int64[c], the rank that holds each block."""
     pairs: Int64
     """int64[c], of the block's queries."""
+    linked: np.ndarray
+    """bool[c], whether each block needs half or more of the keys of the one before it, at the same home: of one document, or nearly."""
     offsets: Int64
-    """int64[c + 1], CSR: block → blocks whose keys it needs."""
+    """int64[c + 1], CSR: block → pieces whose keys it needs."""
     needed: Int64
     """int64[n]."""
     rows: Int64
-    """int64[n], how many keys of the needed block."""
+    """int64[n], how many keys of the needed piece."""
+    holder: Int64
+    """int64[pieces], the rank that holds each."""
 
     @staticmethod
     def of(edges: Int64, home: Int64, pairs: Int64, keys: KeyRanges) -> Blocks:
         """keys: those that each block needs."""
-        first = np.searchsorted(edges, keys.ranges[:, 0], side="right") - 1
-        count = np.searchsorted(edges, keys.ranges[:, 1], side="left") - first
-        begin = np.cumsum(count) - count
-        needed = np.arange(count.sum()) + np.repeat(first - begin, count)
-        start = np.maximum(np.repeat(keys.ranges[:, 0], count), edges[needed])
-        stop = np.minimum(np.repeat(keys.ranges[:, 1], count), edges[needed + 1])
-        offsets = np.concatenate([[0], np.cumsum(count)])[keys.offsets]
-        return Blocks(edges=edges, home=home, pairs=pairs, offsets=offsets, needed=needed, rows=stop - start)
+        begins = _pieces(home)
+        cuts = np.append(edges[begins], edges[-1])
+        first = np.searchsorted(cuts, keys.ranges[:, 0], side="right") - 1
+        count = np.searchsorted(cuts, keys.ranges[:, 1], side="left") - first
+        needed = np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
+        start = np.maximum(np.repeat(keys.ranges[:, 0], count), cuts[needed])
+        stop = np.minimum(np.repeat(keys.ranges[:, 1], count), cuts[needed + 1])
+        return Blocks(
+            edges=edges,
+            home=home,
+            pairs=pairs,
+            linked=_linked(edges, home, keys),
+            offsets=np.concatenate([[0], np.cumsum(count)])[keys.offsets],
+            needed=needed,
+            rows=stop - start,
+            holder=home[begins],
+        )
+
+
+def _pieces(home: Int64) -> Int64:
+    """The first block of each piece."""
+    begins = np.flatnonzero(np.diff(home, prepend=-1))
+    blocks = np.diff(np.append(begins, len(home)))
+    together = np.repeat(-(-blocks // PIECES), blocks)
+    return np.flatnonzero((np.arange(len(home)) - np.repeat(begins, blocks)) % together == 0)
+
+
+def _linked(edges: Int64, home: Int64, keys: KeyRanges) -> np.ndarray:
+    block = np.repeat(np.arange(len(home)), np.diff(keys.offsets))
+    before = np.maximum(block - 1, 0)
+    met = np.minimum(keys.ranges[:, 1], edges[block]) - np.maximum(keys.ranges[:, 0], edges[before])
+    rows = np.bincount(block, np.maximum(met, 0), len(home))
+    return np.append(False, (2 * rows[1:] >= np.diff(edges)[:-1]) & (home[1:] == home[:-1]))[: len(home)]
 
 
 def placed(
@@ -74,38 +111,28 @@ def placed(
     np.add.at(load, blocks.home, blocks.pairs * head_groups)
     if load.max(initial=0) <= cap:
         return owner
-    size = np.diff(blocks.edges)
-    uses = np.zeros((ranks, head_groups, len(blocks.home)), np.int64)
-    needs = (blocks.offsets, blocks.needed, blocks.rows)
-    linked = _linked(blocks.home, size, *needs)
-    least = _least_costs(blocks.home, blocks.pairs, size, *needs, kv_cost, q_cost)
-    order = np.argsort(least, kind="stable")
-    _count_uses(blocks.home, blocks.offsets, blocks.needed, uses)
-    _migrate(blocks.home, blocks.pairs, size, *needs, linked, least, order, owner, load, uses, cap,
+    size, home = np.diff(blocks.edges), blocks.home
+    needs = (blocks.holder, blocks.offsets, blocks.needed, blocks.rows)
+    uses = np.zeros((ranks, head_groups, len(blocks.holder)), np.int32)
+    least = _least_costs(home, blocks.pairs, size, *needs, kv_cost, q_cost)
+    order = np.lexsort((least, home))
+    begin = np.searchsorted(home[order], np.arange(ranks + 1))
+    _count_uses(home, blocks.offsets, blocks.needed, uses)
+    family = _families(home, blocks.holder, blocks.offsets, blocks.needed, ranks)
+    _migrate(home, blocks.pairs, size, *needs, blocks.linked, least, order, begin, family, owner, load, uses, cap,
         kv_cost, q_cost, heads_first)  # fmt: skip
-    _settle(blocks.home, blocks.pairs, owner, load, cap)
+    _settle(blocks.pairs, order, begin, owner, load, cap)
     return owner
 
 
 @njit(nogil=True, cache=True)
-def _linked(home, size, offsets, needed, rows):
-    """Whether each block needs half or more of the keys of the one before it, at the same home: of one document, or nearly."""
-    linked = np.zeros(len(home), np.bool_)
-    for b in range(1, len(home)):
-        for i in range(offsets[b], offsets[b + 1]):
-            if needed[i] == b - 1 and 2 * rows[i] >= size[b - 1]:
-                linked[b] = home[b - 1] == home[b]
-    return linked
-
-
-@njit(nogil=True, cache=True)
-def _least_costs(home, pairs, size, offsets, needed, rows, kv_cost, q_cost):
+def _least_costs(home, pairs, size, holder, offsets, needed, rows, kv_cost, q_cost):
     """About the least that a pair of a run costs which ends in each block: its queries, less the keys that its home is spared."""
     costs = np.full(len(home), np.inf)
     for b in range(len(home)):
         spared = 0
         for i in range(offsets[b], offsets[b + 1]):
-            if home[needed[i]] != home[b]:
+            if holder[needed[i]] != home[b]:
                 spared += rows[i]
         if pairs[b] > 0:
             costs[b] = (q_cost * size[b] - kv_cost * spared) / pairs[b]
@@ -114,7 +141,7 @@ def _least_costs(home, pairs, size, offsets, needed, rows, kv_cost, q_cost):
 
 @njit(nogil=True, cache=True)
 def _count_uses(home, offsets, needed, uses):
-    """int64[ranks, groups, blocks]: how many blocks computed on a rank need a block's keys."""
+    """int32[ranks, groups, pieces]: how many blocks computed on a rank need a piece's keys."""
     for b in range(len(home)):
         for i in range(offsets[b], offsets[b + 1]):
             for g in range(uses.shape[1]):
@@ -122,15 +149,32 @@ def _count_uses(home, offsets, needed, uses):
 
 
 @njit(nogil=True, cache=True)
-def _shift(b, donor, taker, home, offsets, needed, rows, ends):
-    """Block b goes from a donor to a taker, whose uses of a head group (int64[blocks]) are given and whose ranks are `ends`:
+def _families(home, holder, offsets, needed, ranks):
+    """The lowest rank of those that need each other's keys, of each rank."""
+    family = np.arange(ranks)
+    for b in range(len(home)):
+        for i in range(offsets[b], offsets[b + 1]):
+            a, c = home[b], holder[needed[i]]
+            while family[a] != a:
+                a = family[a]
+            while family[c] != c:
+                c = family[c]
+            family[max(a, c)] = min(a, c)
+    for r in range(ranks):
+        family[r] = family[family[r]]
+    return family
+
+
+@njit(nogil=True, cache=True)
+def _shift(b, donor, taker, holder, offsets, needed, rows, ends):
+    """Block b goes from a donor to a taker, whose uses of a head group (int32[pieces]) are given and whose ranks are `ends`:
     by how many more KV rows must travel then."""
     more = 0
     for i in range(offsets[b], offsets[b + 1]):
         k = needed[i]
-        if donor[k] == 1 and home[k] != ends[0]:
+        if donor[k] == 1 and holder[k] != ends[0]:
             more -= rows[i]
-        if taker[k] == 0 and home[k] != ends[1]:
+        if taker[k] == 0 and holder[k] != ends[1]:
             more += rows[i]
         donor[k] -= 1
         taker[k] += 1
@@ -139,7 +183,7 @@ def _shift(b, donor, taker, home, offsets, needed, rows, ends):
 
 @njit(nogil=True, cache=True)
 def _run(
-    last, g, d, r, room, wanted, home, pairs, size, offsets, needed, rows, linked, owner, uses, costs, heads_first
+    last, g, d, r, room, wanted, pairs, size, holder, offsets, needed, rows, linked, owner, uses, costs, heads_first
 ):
     """(first block of the best run that ends in `last`, cost per pair), of group g from rank d to rank r; `uses` is left as it was."""
     kv_cost, q_cost = costs
@@ -149,7 +193,7 @@ def _run(
     b, best, least = last, last, np.inf
     while True:
         moved += pairs[b]
-        kv += _shift(b, donor, taker, home, offsets, needed, rows, ends)
+        kv += _shift(b, donor, taker, holder, offsets, needed, rows, ends)
         q += size[b]
         cost = (kv * kv_cost + q * q_cost) / moved
         if heads_first or cost <= least:
@@ -160,53 +204,87 @@ def _run(
             break
         b -= 1
     for x in range(b, last + 1):
-        _shift(x, taker, donor, home, offsets, needed, rows, (r, d))
+        _shift(x, taker, donor, holder, offsets, needed, rows, (r, d))
     return best, least
 
 
 @njit(nogil=True, cache=True)
+def _best_run(
+    d, r, room, wanted, pairs, size, holder, offsets, needed, rows, linked, least_costs, order, left, touched, owner,
+    uses, costs, heads_first,
+):  # fmt: skip
+    """(cost per pair, head group, first block, last block) of the cheapest run from d to r; a cost of inf: there is none.
+
+    order: d's blocks, by what a pair costs at least.
+    """
+    blocks, groups = len(pairs), len(owner)
+    least, found = np.inf, (0, 0, 0)
+    for last in order:
+        if least_costs[last] >= least:
+            break
+        if left[last] == 0 or pairs[last] > room:
+            continue
+        after = last + 1
+        fits = after < blocks and linked[after] and pairs[last] <= pairs[after] <= room
+        fresh = False
+        for g in range(groups):
+            # A run that ends later has all of this one; groups that neither rank has a part in moving are alike.
+            if owner[g, last] != d or (fits and owner[g, after] == d):
+                continue
+            if not touched[d, g] and not touched[r, g]:
+                if fresh:
+                    continue
+                fresh = True
+            first, cost = _run(
+                last, g, d, r, room, wanted, pairs, size, holder, offsets, needed, rows, linked, owner, uses, costs,
+                heads_first,
+            )  # fmt: skip
+            if cost < least:
+                least, found = cost, (g, first, last)
+    return least, found[0], found[1], found[2]
+
+
+@njit(nogil=True, cache=True)
 def _migrate(
-    home, pairs, size, offsets, needed, rows, linked, least_costs, order, owner, load, uses, cap, kv_cost, q_cost,
-    heads_first,
+    home, pairs, size, holder, offsets, needed, rows, linked, least_costs, order, begin, family, owner, load, uses,
+    cap, kv_cost, q_cost, heads_first,
 ):  # fmt: skip
     """Runs of blocks, the cheapest a pair first, until no rank is above the cap or nothing fits under it."""
-    blocks, groups, costs = len(home), len(owner), (kv_cost, q_cost)
-    left = np.full(blocks, groups)
-    touched = np.zeros((len(load), groups), np.bool_)
+    ranks, groups, costs = len(load), len(owner), (kv_cost, q_cost)
+    left = np.full(len(home), groups)
+    touched = np.zeros((ranks, groups), np.bool_)
+    known = np.full((ranks, ranks), np.nan)  # the least cost from a donor to a taker; nan: to be found
+    runs = np.zeros((ranks, ranks, 3), np.int64)
+    has = np.zeros((ranks, ranks), np.bool_)  # whether a taker has keys of a donor's family
+    for d in range(ranks):
+        has[d, family[d]] = True
     while load.max() > cap:
-        found, least = (-1, 0, 0, 0, 0), np.inf
-        for last in order:
-            if least_costs[last] >= least:
-                break
-            d, after = home[last], last + 1
-            if load[d] <= cap or left[last] == 0:
+        found, least = (-1, 0), np.inf
+        for d in range(ranks):
+            if load[d] <= cap:
                 continue
-            for r in range(len(load)):
-                room = cap - load[r]
-                if pairs[last] > room:
+            mine, stranger = order[begin[d] : begin[d + 1]], -1
+            for r in range(ranks):
+                if not has[r, family[d]] and (stranger < 0 or load[r] < load[stranger]):
+                    stranger = r
+            for r in range(ranks):
+                if load[r] >= cap or not (r == stranger or has[r, family[d]]):
                     continue
-                fits = after < blocks and linked[after] and pairs[last] <= pairs[after] <= room
-                fresh = False
-                for g in range(groups):
-                    # A run that ends later has all of this one; groups that neither rank has a part in moving are alike.
-                    if owner[g, last] != d or (fits and owner[g, after] == d):
-                        continue
-                    if not touched[d, g] and not touched[r, g]:
-                        if fresh:
-                            continue
-                        fresh = True
-                    first, cost = _run(
-                        last, g, d, r, room, load[d] - cap, home, pairs, size, offsets, needed, rows, linked, owner,
-                        uses, costs, heads_first,
+                if np.isnan(known[d, r]):
+                    known[d, r], runs[d, r, 0], runs[d, r, 1], runs[d, r, 2] = _best_run(
+                        d, r, cap - load[r], load[d] - cap, pairs, size, holder, offsets, needed, rows, linked,
+                        least_costs, mine, left, touched, owner, uses, costs, heads_first,
                     )  # fmt: skip
-                    if cost < least:
-                        found, least = (d, r, g, first, last), cost
-        d, r, g, first, last = found
+                if known[d, r] < least:
+                    found, least = (d, r), known[d, r]
+        d, r = found
         if d < 0:
             return
-        touched[d, g] = touched[r, g] = True
+        g, first, last = runs[d, r]
+        touched[d, g] = touched[r, g] = has[r, family[d]] = True
+        known[d, :] = known[:, r] = np.nan
         for b in range(first, last + 1):
-            _shift(b, uses[d, g], uses[r, g], home, offsets, needed, rows, (d, r))
+            _shift(b, uses[d, g], uses[r, g], holder, offsets, needed, rows, (d, r))
             owner[g, b] = r
             left[b] -= 1
             load[d] -= pairs[b]
@@ -214,18 +292,18 @@ def _migrate(
 
 
 @njit(nogil=True, cache=True)
-def _settle(home, pairs, owner, load, cap):
+def _settle(pairs, order, begin, owner, load, cap):
     """Single blocks from ranks above the cap to the one with the least load, while the larger of the two loads falls."""
     while True:
         improved = False
         for d in np.argsort(-load, kind="mergesort"):
             r = np.argmin(load)
             if load[d] <= cap:
-                continue
+                break
             best, least = (-1, -1), load[d]
-            for b in range(len(home)):
+            for b in order[begin[d] : begin[d + 1]]:
                 larger = max(load[d] - pairs[b], load[r] + pairs[b])
-                if home[b] != d or larger >= least:
+                if larger >= least:
                     continue
                 for g in range(len(owner)):
                     if owner[g, b] == d:
