@@ -29,10 +29,11 @@ from .packing.packs import Spans
 from .packing.queues import WlbQueues
 from .packing.sharding_choice import ShardCost
 from .packing.shards import Shards, divided
+from .samplers.admission import Window
+from .samplers.cluster import Cluster
 from .samplers.dynamic_cp import DynamicCp
 from .samplers.flexsp import FlexSp
-from .samplers.order import Window
-from .samplers.plan import Cluster, SharedAttention, StepPlan
+from .samplers.plan import SharedAttention, StepPlan
 from .samplers.solve import ChunkFlow, Cost, Vrsp, solve
 from .shard_attend import ATTENDS, MASKED, PLANS, attention_between, placed_blocks, shards_by
 
