@@ -158,7 +158,7 @@ def _work(chosen: Recipe, mask: Mask, cp: int) -> Int64:
     from .attention.plan import AttentionPlan
     from .packing.cost import SEVEN_B, CostModel, Hardware
     from .packing.packs import Spans
-    from .samplers.plan import Cluster
+    from .samplers.cluster import Cluster
 
     total, none = int(mask.tokens.sum()), np.zeros(len(mask), np.int64)
     spans = Spans(document=np.arange(len(mask)), start=none, stop=mask.tokens, pairs=mask.pairs())

@@ -45,7 +45,7 @@ from equipoise.attention.ring import ring_plan
 from equipoise.attention.ulysses import ulysses_plan
 from equipoise.packing.cost import SEVEN_B, causal_pairs
 from equipoise.packing.shards import Shards, contiguous, zigzag
-from equipoise.samplers.plan import Cluster
+from equipoise.samplers.cluster import Cluster
 from torch import Tensor
 from traffic import packs
 

@@ -26,7 +26,7 @@ from equipoise.attention.program import lower
 from equipoise.attention.ring import ring_plan
 from equipoise.packing.cost import SEVEN_B, causal_pairs
 from equipoise.packing.shards import Shards, striped
-from equipoise.samplers.plan import Cluster
+from equipoise.samplers.cluster import Cluster
 from equipoise.shard_attend import PLANS
 
 LENGTHS = Path(__file__).parents[2] / "shared" / "lengths"

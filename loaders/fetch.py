@@ -26,7 +26,7 @@ from .worker import end_with_trainer
 
 if TYPE_CHECKING:
     from ..samplers.batch_sampler import BalancedBatchSampler
-    from ..samplers.plan import MicroBatch
+    from ..samplers.micro_batches import MicroBatch
     from .ahead import Gate
 
 _TURN = 1.0  # seconds

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from ..packing.packs import Packs, Spans
 from ..recipes import recipe
-from ..samplers.plan import MicroBatch
+from ..samplers.micro_batches import MicroBatch
 from .collate import ThdCollator
 from .dataset import PlannedDataset, Rows
 from .layout import IGNORE

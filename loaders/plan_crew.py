@@ -29,7 +29,7 @@ from ..samplers.planner import Script, describe
 from .plan_share import Exchange, name_of
 
 if TYPE_CHECKING:
-    from ..samplers.order import Window
+    from ..samplers.admission import Window
     from ..samplers.plan import StepPlan
 
 Solve = Callable[["Window"], "StepPlan"]

@@ -29,7 +29,7 @@ from ..samplers.plan_file import plan_bytes, plan_from_bytes
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from ..samplers.order import Window
+    from ..samplers.admission import Window
     from ..samplers.plan import StepPlan
 
 Told = Callable[["StepPlan | None", float, "Exception | None"], None]

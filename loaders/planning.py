@@ -32,7 +32,7 @@ from .plan_crew import Crew, Packed, Solve, Step
 from .plan_share import Exchange, Share, SharedPlans, name_of
 
 if TYPE_CHECKING:
-    from ..samplers.order import Window
+    from ..samplers.admission import Window
     from ..samplers.plan import StepPlan
 
 __all__ = ["PlanAhead", "Share"]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from ..samplers.order import Window
+    from ..samplers.admission import Window
     from ..samplers.plan import StepPlan
     from ..samplers.solver import Planner, Solver
 

@@ -31,9 +31,10 @@ from .stream import Stream
 from .stream_teller import Key, StreamTeller
 
 if TYPE_CHECKING:
+    from ..samplers.admission import Window
     from ..samplers.batch_sampler import BalancedBatchSampler
-    from ..samplers.order import Window
-    from ..samplers.plan import MicroBatch, StepPlan
+    from ..samplers.micro_batches import MicroBatch
+    from ..samplers.plan import StepPlan
     from ..samplers.solver import Planner, Solver
     from .ahead import Gate
     from .collate import ThdCollator

@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..packing.queues import WlbQueues
+from .admission import Admission
 from .carry import QueuedAdmission
 from .groups import GroupedItems
 from .items import Items
 from .mixture import MixedOrder
-from .order import Admission, Order, Shuffled
+from .order import Order, Shuffled
 from .stream import StreamAdmission
 from .stream_items import StreamItems
 from .unindexed import Unindexed
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ..packing.lengths import Lengths
     from ..recipes import Recipe
     from .batch_sampler import BalancedBatchSampler
-    from .plan import Cluster
+    from .cluster import Cluster
 
 
 def items_of(

@@ -24,12 +24,13 @@ import xxhash
 from ..packing.cost import SEVEN_B, CostModel, Hardware
 from ..packing.lengths import Lengths
 from ..packing.queues import WlbQueues
+from .admission import StepSize, Window
 from .admission_choice import admission_of, items_of
 from .carry import QueuedAdmission
+from .cluster import Cluster
 from .configuration import configuration, differences, warning
-from .micro_batches import MicroBatches
-from .order import StepSize, Window
-from .plan import Cluster, MicroBatch, StepPlan
+from .micro_batches import MicroBatch, MicroBatches
+from .plan import StepPlan
 from .resume import STATE_VERSION, check_place, check_state, items_as_saved, rest_to_state, stand
 from .solver import Planner, Solver, in_turn
 from .unindexed import Unindexed

@@ -25,9 +25,9 @@ import numpy as np
 
 from ..packing.cost import cost_units
 from ..packing.queues import WlbQueues, release
+from .admission import Admission, Window
+from .cluster import Cluster
 from .groups import summed
-from .order import Admission, Window
-from .plan import Cluster
 from .solve import Cost, wlb_slots
 from .stream import StreamAdmission
 

@@ -17,9 +17,51 @@ from ..packing.masks import Mask
 from ..packing.packs import Spans
 from .groups import GroupedItems
 from .items import Items
-from .plan import MicroBatch, StepPlan
+from .plan import StepPlan
 from .solver import Solver
 from .stream_items import StreamItems
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """What one rank has to fetch and lay out for one slot: the spec that a sampler yields and a worker receives."""
+
+    spans: Spans
+    document_tokens: np.ndarray  # int64[spans] length of each span's document in the index; 0 for a filler
+    epoch: int
+    step: int
+    slot: int
+    num_slots: int
+    ranks: tuple[int, ...]  # the CP group, in order
+    cp_rank: int
+    num_targets: int | None  # of the whole step
+    num_ranks: int
+    document_stop: int  # documents end here even where they are longer (too_long='truncate'); 0: nowhere
+    template: int  # a document of the step whose columns a filler imitates
+    digest: int
+    planning_seconds: float
+    cost: float  # predicted seconds of this rank in this slot
+    max_tokens_per_rank: int
+    pad_multiple: int  # documents are padded to a multiple of this; 1: not at all
+    decision: np.ndarray | None  # int64[spans] how the pack is sharded, where that depends on its cost
+    chunk: tuple[int, int] | None  # (index, count) in its document's group, where documents are cut into chunks
+    state: dict  # what resumes a run behind this micro-batch
+    mask: Mask | None = None  # of the pack's spans; None: causal within each
+    pool: tuple[
+        tuple[Spans, Mask | None], ...
+    ] = ()  # packs that share attention in this slot, in order of ranks; (): none do
+
+    @property
+    def pairs(self) -> int:
+        """An even share of attention: of the pack's over its CP group, or of its pool's."""
+        packs = [spans for spans, _ in self.pool] or [self.spans]
+        return sum(int(spans.pairs.sum()) for spans in packs) // (len(packs) * len(self.ranks))
+
+    def __repr__(self) -> str:
+        return (
+            f"MicroBatch(epoch {self.epoch}, step {self.step}, slot {self.slot + 1}/{self.num_slots}: {len(self.spans)} "
+            f"spans, {int(self.spans.tokens.sum())} tokens on ranks {self.ranks})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

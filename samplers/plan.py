@@ -18,83 +18,13 @@ import numpy as np
 import xxhash
 
 from ..packing.chunkflow import schedule
-from ..packing.masks import Mask
 from ..packing.packs import Packs, Spans
+from .cluster import Cluster
 
 if TYPE_CHECKING:
     from ..packing.cost import ModelShape
     from .network import ClusterShape
     from .simulate import StepTime
-
-SYNC = ("step", "slot")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """The ranks a step is planned for, what they may hold, and when they wait for each other.
-
-    Args:
-        dp: data-parallel replicas.
-        cp: ranks of one context-parallel group.
-        max_tokens_per_rank: hard cap of tokens on one rank in one micro-batch.
-        sync: ``step``: ranks meet once per optimizer step (DDP); ``slot``: at every micro-batch (FSDP, ZeRO-3, PP, EP).
-        slots: micro-batches per replica and step; None: as few as the recipe needs.
-        speeds: of each rank, relative to the nominal 1.0; None: all alike.
-        pad_tp: documents are padded to what Transformer Engine's zigzag divides, 2·cp·tp tokens (tp at cp 1), for tensor
-            parallelism of this size; 0: no padding.
-    """
-
-    dp: int
-    cp: int = 1
-    max_tokens_per_rank: int
-    sync: str = "step"
-    slots: int | None = None
-    speeds: tuple[float, ...] | None = None
-    pad_tp: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("dp", "cp", "max_tokens_per_rank", "slots"):
-            value = getattr(self, name)
-            if value is not None and (int(value) != value or value < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
-        if self.sync not in SYNC:
-            raise ValueError(
-                f"sync must be 'step' (DDP: ranks wait once per optimizer step) or 'slot' (FSDP, ZeRO-3, PP, EP: at "
-                f"every micro-batch); got {self.sync!r}"
-            )
-
-        if self.pad_tp < 0 or self.max_tokens_per_rank < 2 * self.pad_tp:
-            raise ValueError(
-                f"pad_tp must be 0 (no padding) or tp, and a rank must hold the 2·tp tokens of a padded filler; got "
-                f"pad_tp={self.pad_tp} with max_tokens_per_rank={self.max_tokens_per_rank}"
-            )
-        if self.speeds is not None and (len(self.speeds) != self.dp * self.cp or not min(self.speeds) >= 0.001):
-            raise ValueError(
-                f"speeds are one number of at least 0.001 for each of the {self.dp * self.cp} ranks (1.0: nominal); got "
-                f"{self.speeds}"
-            )
-
-    @property
-    def num_ranks(self) -> int:
-        return self.dp * self.cp
-
-    @property
-    def pace(self) -> np.ndarray:
-        """int64[ranks] speed in thousandths: a CP group is as fast as its slowest rank."""
-        if self.speeds is None:
-            return np.full(self.num_ranks, 1000, np.int64)
-        thousandths = np.rint(np.array(self.speeds) * 1000).astype(np.int64).reshape(self.dp, self.cp)
-        return np.repeat(thousandths.min(1), self.cp)
-
-    def multiple(self, cp_size: np.ndarray | int) -> np.ndarray:
-        """What a document's tokens are padded to on a group of this size: int64, 1 where nothing is padded."""
-        size = np.asarray(cp_size, np.int64)
-        return np.where(size > 1, 2 * size, 1) * self.pad_tp if self.pad_tp else np.ones_like(size)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens one pack may have: its CP group shares them evenly, to within one."""
-        return self.max_tokens_per_rank * self.cp
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -365,45 +295,3 @@ def _pieces(spans: Spans) -> list[tuple[int, int, int]]:
     first = np.flatnonzero(~joined)
     last = np.r_[first[1:] - 1, len(document) - 1] if len(first) else first
     return list(zip(document[first].tolist(), start[first].tolist(), stop[last].tolist(), strict=True))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MicroBatch:
-    """What one rank has to fetch and lay out for one slot: the spec that a sampler yields and a worker receives."""
-
-    spans: Spans
-    document_tokens: np.ndarray  # int64[spans] length of each span's document in the index; 0 for a filler
-    epoch: int
-    step: int
-    slot: int
-    num_slots: int
-    ranks: tuple[int, ...]  # the CP group, in order
-    cp_rank: int
-    num_targets: int | None  # of the whole step
-    num_ranks: int
-    document_stop: int  # documents end here even where they are longer (too_long='truncate'); 0: nowhere
-    template: int  # a document of the step whose columns a filler imitates
-    digest: int
-    planning_seconds: float
-    cost: float  # predicted seconds of this rank in this slot
-    max_tokens_per_rank: int
-    pad_multiple: int  # documents are padded to a multiple of this; 1: not at all
-    decision: np.ndarray | None  # int64[spans] how the pack is sharded, where that depends on its cost
-    chunk: tuple[int, int] | None  # (index, count) in its document's group, where documents are cut into chunks
-    state: dict  # what resumes a run behind this micro-batch
-    mask: Mask | None = None  # of the pack's spans; None: causal within each
-    pool: tuple[
-        tuple[Spans, Mask | None], ...
-    ] = ()  # packs that share attention in this slot, in order of ranks; (): none do
-
-    @property
-    def pairs(self) -> int:
-        """An even share of attention: of the pack's over its CP group, or of its pool's."""
-        packs = [spans for spans, _ in self.pool] or [self.spans]
-        return sum(int(spans.pairs.sum()) for spans in packs) // (len(packs) * len(self.ranks))
-
-    def __repr__(self) -> str:
-        return (
-            f"MicroBatch(epoch {self.epoch}, step {self.step}, slot {self.slot + 1}/{self.num_slots}: {len(self.spans)} "
-            f"spans, {int(self.spans.tokens.sum())} tokens on ranks {self.ranks})"
-        )

@@ -27,7 +27,8 @@ import numpy as np
 import xxhash
 
 from ..packing.packs import Packs, Spans
-from .plan import Cluster, Rounds, SharedAttention, StepPlan
+from .cluster import Cluster
+from .plan import Rounds, SharedAttention, StepPlan
 
 VERSION = 1
 _SPANS = ("document", "start", "stop", "pairs")

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .order import Window
+    from .admission import Window
     from .plan import StepPlan
 
 _PR_SET_PDEATHSIG = 1

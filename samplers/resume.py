@@ -23,12 +23,13 @@ import numpy as np
 from ..packing.lengths import Lengths
 from ..packing.packs import Spans
 from ..packing.queues import WlbQueues
+from .admission import Admission, Window
 from .admission_choice import items_of
 from .carry import Held, QueuedAdmission
 from .configuration import SIZES, UNDER_WAY, told
 from .groups import GroupedItems
 from .items import Items
-from .order import Admission, Window, key_of
+from .order import key_of
 from .stream_items import StreamItems
 from .unindexed import Unindexed
 

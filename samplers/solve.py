@@ -21,14 +21,16 @@ from ..packing.chunkflow_places import place as place_chunks
 from ..packing.cost import SEVEN_B, CostModel, cost_units
 from ..packing.packs import Spans
 from ..packing.wlb import wlb_balanced
+from .admission import Window
+from .cluster import Cluster
 from .dynamic_cp import DynamicCp, dynamic_cp
 from .flexsp import FlexSp, SpModel, flexsp
 from .gds import gds
 from .groups import atoms_of, summed
 from .layout import Layout, displacement, in_order, largest_first, ungrouped, with_fillers
-from .order import Window, permute
+from .order import permute
 from .pace import paced
-from .plan import Cluster, Rounds, StepPlan
+from .plan import Rounds, StepPlan
 from .vrsp import vrsp
 
 Cost = CostModel | Callable[[np.ndarray, np.ndarray], np.ndarray]

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .order import Window
-from .plan import Cluster, StepPlan
+from .admission import Window
+from .cluster import Cluster
+from .plan import StepPlan
 
 if TYPE_CHECKING:
     from ..recipes import Recipe

@@ -25,7 +25,8 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from ..packing.packs import Int64
-from .order import LAST, StepSize, Window, key_of
+from .admission import LAST, StepSize, Window
+from .order import key_of
 from .stream_items import Documents, StreamItems, counts_of, item_of, number_of, piece_of
 from .stream_order import More, Place
 

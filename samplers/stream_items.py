@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..packing.packs import Int64, Spans
+from .admission import StepSize
 from .items import TOO_LONG
-from .order import StepSize
 
 FAILED = -1
 """Tokens of a document that could not be read, where that is no error."""

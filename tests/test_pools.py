@@ -17,7 +17,8 @@ from equipoise.attention.tiles import Tap
 from equipoise.loaders.shapes import Shapes
 from equipoise.packing.cost import SEVEN_B
 from equipoise.recipes import Recipe
-from equipoise.samplers.plan import Cluster, StepPlan
+from equipoise.samplers.cluster import Cluster
+from equipoise.samplers.plan import StepPlan
 from equipoise.samplers.solve import Vrsp
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -13,8 +13,9 @@ from equipoise import BalancedBatchSampler, Lengths, recipe
 from equipoise.packing.packs import Spans
 from equipoise.packing.queues import WlbQueues
 from equipoise.recipes import Recipe
+from equipoise.samplers.cluster import Cluster
 from equipoise.samplers.flexsp import FlexSp, SpModel, flexsp
-from equipoise.samplers.plan import Cluster, StepPlan
+from equipoise.samplers.plan import StepPlan
 from equipoise.samplers.solve import ChunkFlow, Vrsp
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 from equipoise.packing.packs import Packs, Spans
 from equipoise.recipes import NAMED, Recipe
-from equipoise.samplers.order import Window, key_of
-from equipoise.samplers.plan import Cluster, Rounds, SharedAttention, StepPlan
+from equipoise.samplers.admission import Window
+from equipoise.samplers.cluster import Cluster
+from equipoise.samplers.order import key_of
+from equipoise.samplers.plan import Rounds, SharedAttention, StepPlan
 
 
 def cost(pairs: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from equipoise import BalancedLoader, Lengths, Stream, recipe
 from equipoise.loaders.tar import TarShards
 from equipoise.loaders.tar_index import index_shards
 from equipoise.packing.queues import WlbQueues
-from equipoise.samplers.order import Admission
+from equipoise.samplers.admission import Admission
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test

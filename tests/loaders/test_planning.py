@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from equipoise.loaders.planning import PlanAhead, Share
 from equipoise.recipes import NAMED
+from equipoise.samplers.cluster import Cluster
 from equipoise.samplers.flexsp import FlexSp, SpModel
-from equipoise.samplers.plan import Cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from equipoise import Lengths
+from equipoise.samplers.admission import Admission, StepSize
 from equipoise.samplers.items import Items
-from equipoise.samplers.order import Admission, Shuffled, StepSize
+from equipoise.samplers.order import Shuffled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

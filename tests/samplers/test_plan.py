@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from equipoise import BalancedBatchSampler, Lengths, Packs, recipe
-from equipoise.samplers.plan import Cluster, StepPlan
+from equipoise.samplers.cluster import Cluster
+from equipoise.samplers.plan import StepPlan
 
 
 def sampler(**options) -> BalancedBatchSampler:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from equipoise import recipe
 from equipoise.packing.queues import WlbQueues
+from equipoise.samplers.admission import StepSize, Window
 from equipoise.samplers.carry import Held, QueuedAdmission
-from equipoise.samplers.order import StepSize, Window
-from equipoise.samplers.plan import Cluster
+from equipoise.samplers.cluster import Cluster
 from equipoise.samplers.stream import StreamAdmission
 from equipoise.samplers.stream_items import FAILED, StreamItems, item_of
 from equipoise.samplers.stream_order import Arrivals, Place, told
