@@ -278,6 +278,12 @@ def test_a_document_that_kills_its_worker_is_an_error(on_error: str) -> None:
 RELEASE = threading.Event()
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives a worker that does not end five seconds before it is killed."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
+
+
 def slow() -> dict:
     RELEASE.wait(20)
     return row(BAD)
@@ -285,6 +291,7 @@ def slow() -> dict:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.usefixtures("impatient")
 def test_a_slow_reader_is_an_error_in_time(num_workers: int, on_error: str) -> None:
     """In a worker it is ended; in the trainer's process the thread ends with what it waits for."""
     list(make(Faulty()))  # whatever is to be compiled is so
@@ -305,6 +312,7 @@ def test_a_slow_reader_is_an_error_in_time(num_workers: int, on_error: str) -> N
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.usefixtures("impatient")
 def test_a_slow_stream_is_an_error_in_time(num_workers: int) -> None:
     before = left()
     RELEASE.clear()
