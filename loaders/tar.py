@@ -105,7 +105,7 @@ class TarShards:
 
         Read in the order in which they lie in the shards, whatever the order asked for.
         """
-        index, numbers = self._index, self._checked(documents)
+        index, numbers = self._index, np.array(documents, dtype=np.int64)
         if not len(numbers):
             return {name: [] for name in index.columns}
         values = self._fetch(numbers)
@@ -121,8 +121,8 @@ class TarShards:
 
     def _checked(self, documents: Sequence[int] | Int64) -> Int64:
         numbers = np.asarray(documents, dtype=np.int64)
-        if numbers.view(np.uint64).max(initial=0) >= max(len(self), 1):  # as which a negative number is a large one
-            outside = (numbers < 0) | (numbers >= len(self))
+        outside = (numbers < 0) | (numbers >= len(self))
+        if outside.any():
             raise IndexError(f"documents are numbered 0 … {len(self) - 1}; got {numbers[outside][0]}")
         return numbers
 
@@ -147,29 +147,30 @@ class TarShards:
     def _fetch(self, documents: Int64) -> Sequence[npt.NDArray[Any]]:
         """The data of the m members of each of k documents: m · k arrays, document after document."""
         index, order = self._index, None
-        shard, offset, size, kind = index.located(documents)
-        runs, cuts, room, traits = _runs(shard, offset, size, kind)
+        members, runs, cuts, room, traits = _located(documents, index.shard, *index.places)
+        if traits & _OUTSIDE:
+            self._checked(documents)
         if traits & _UNSORTED:
-            order = np.lexsort((offset, shard))
-            shard, offset, size, kind = shard[order], offset[order], size[order], kind[order]
-            runs, cuts, room, traits = _runs(shard, offset, size, kind)
+            order = np.lexsort((members[1], members[0]))
+            members = members[:, order]
+            runs, cuts, room, traits = _runs(members)
         buffer, listed = self._buffers.take(room), runs.tolist()
-        announce = self._announcer(listed, shard)
-        for at, (begin, end, first, last, place) in enumerate(listed):
+        announce = self._announcer(listed)
+        for at, (shard, begin, end, first, last, place) in enumerate(listed):
             into = buffer[place : place + last - first]
             try:
-                read_range(self._opened(int(shard[begin])), first, into, partial(announce, at + 1))
+                read_range(self._opened(shard), first, into, partial(announce, at + 1))
             except (ValueError, OSError) as error:
                 those = np.arange(begin, end) if order is None else order[begin:end]
-                ends = offset[begin:end] + size[begin:end]
+                ends = members[1, begin:end] + members[2, begin:end]
                 raise self._unread(documents[those // len(index.extensions)], ends, error) from error
         if traits:
-            values = _slices(buffer, *cuts.tolist(), kind.tolist())
+            values = _slices(buffer, *cuts.tolist(), members[3].tolist())
             return values if order is None else _reordered(values, order)
         begins, stops = cuts if order is None else cuts[:, np.argsort(order)]
-        return Slices([_as_type(buffer, int(kind[0]))], np.zeros(len(begins), np.int64), begins, stops)
+        return Slices([_as_type(buffer, int(members[3, 0]))], np.zeros(len(begins), np.int64), begins, stops)
 
-    def _announcer(self, runs: list[list[int]], shard: npt.NDArray[np.int32]) -> Callable[[int], None]:
+    def _announcer(self, runs: list[list[int]]) -> Callable[[int], None]:
         """What tells the kernel of the runs from one on, once a read has to wait: it fetches them side by side."""
         told = 0
 
@@ -177,9 +178,9 @@ class TarShards:
             nonlocal told
             if at > told:
                 told = at + AHEAD
-                for begin, _, first, last, _ in runs[at:told]:
+                for shard, _, _, first, last, _ in runs[at:told]:
                     with suppress(ValueError, OSError):  # it will be told when the run is read
-                        self._opened(int(shard[begin])).announce(first, last - first)
+                        self._opened(shard).announce(first, last - first)
 
         return announce
 
@@ -197,20 +198,42 @@ class TarShards:
         return self._changed(int(documents[beyond[0] if len(beyond) else 0]), str(error))
 
 
+_TYPES = [np.dtype(code) for code in ARRAYS] + [np.dtype(np.uint8)] * len(TEXTS)
+
 # What is particular about the members of a fetch.
-_UNSORTED, _MIXED = 1, 2
+_UNSORTED, _MIXED, _OUTSIDE = 1, 2, 4
 
 
 @njit(nogil=True, cache=True)
-def _runs(shard, offset, size, kind):
-    """What is read at once, of n members sorted by place: (runs int64[r, 5]: the first, past the last, first byte, past the last,
-    place in the buffer; cuts int64[2, n]: where each begins and ends in the buffer, in values, or in bytes if types are mixed;
-    bytes of the buffer; traits).
+def _located(documents, shard, offset, size, kind):
+    """Where the m members of k documents lie, document after document, and how to read them: (int64[4, k · m]: shard, offset,
+    size and type; and what ``_runs`` makes of them).
+
+    offset, size, kind: of every document in the index, an array for each member.
+    """
+    m = len(offset)
+    members = np.empty((4, len(documents) * m), np.int64)
+    for i, document in enumerate(documents):
+        if not 0 <= document < len(shard):
+            return members, np.empty((0, 6), np.int64), members[:2], np.int64(0), _OUTSIDE
+        for at in range(m):
+            members[0, i * m + at], members[1, i * m + at] = shard[document], offset[at][document]
+            members[2, i * m + at], members[3, i * m + at] = size[at][document], kind[at][document]
+    runs, cuts, room, traits = _runs(members)
+    return members, runs, cuts, room, traits
+
+
+@njit(nogil=True, cache=True)
+def _runs(members):
+    """What is read at once, of n members sorted by place: (runs int64[r, 6]: the shard, the first, past the last, first byte,
+    past the last, place in the buffer; cuts int64[2, n]: where each begins and ends in the buffer, in values, or in bytes if
+    types are mixed; bytes of the buffer; traits).
 
     First bytes and places are multiples of 64, as are the places of numpy's arrays in a tar: so slices of the buffer are aligned.
     """
-    n, odd = len(offset), np.int64(0)
-    runs, cuts = np.empty((n, 5), np.int64), np.empty((2, n), np.int64)
+    n, odd = members.shape[1], np.int64(0)
+    shard, offset, size, kind = members[0], members[1], members[2], members[3]
+    runs, cuts = np.empty((n, 6), np.int64), np.empty((2, n), np.int64)
     for i in range(n):
         if i and (shard[i] < shard[i - 1] or (shard[i] == shard[i - 1] and offset[i] < offset[i - 1])):
             return runs[:0], cuts, np.int64(0), _UNSORTED
@@ -220,14 +243,14 @@ def _runs(shard, offset, size, kind):
         shift += 1
     for i in range(n):
         if i == 0 or shard[i] != shard[i - 1] or offset[i] - last > GAP:
-            place += (last - runs[r, 2] + 63) & ~63 if i else 0
+            place += (last - runs[r, 3] + 63) & ~63 if i else 0
             r, last = r + 1, offset[i]
-            runs[r, 0], runs[r, 2], runs[r, 4] = i, offset[i] & ~63, place
+            runs[r, 0], runs[r, 1], runs[r, 3], runs[r, 5] = shard[i], i, offset[i] & ~63, place
         last = max(last, offset[i] + size[i])
-        runs[r, 1], runs[r, 3] = i + 1, last
-        cuts[0, i] = (place + offset[i] - runs[r, 2]) >> shift
+        runs[r, 2], runs[r, 4] = i + 1, last
+        cuts[0, i] = (place + offset[i] - runs[r, 3]) >> shift
         cuts[1, i] = cuts[0, i] + (size[i] >> shift)
-    return runs[: r + 1], cuts, place + last - runs[r, 2], _MIXED if odd else 0
+    return runs[: r + 1], cuts, place + last - runs[r, 3], _MIXED if odd else 0
 
 
 def _slices(
@@ -243,10 +266,8 @@ def _slices(
 
 def _as_type(buffer: npt.NDArray[np.uint8], code: int) -> npt.NDArray[Any]:
     """The whole values of type CODES[code] that the buffer holds; its bytes for texts."""
-    if code >= len(ARRAYS):
-        return buffer
-    item = int(ITEM_BYTES[code])
-    return buffer[: len(buffer) // item * item].view(ARRAYS[code])
+    held = _TYPES[code]
+    return buffer[: len(buffer) // held.itemsize * held.itemsize].view(held)
 
 
 def _reordered(values: list[Any], order: Int64) -> list[Any]:

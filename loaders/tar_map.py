@@ -57,7 +57,7 @@ class TarMap:
     shard: npt.NDArray[np.int32]
     keys: pa.LargeStringArray
     tokens: Int64
-    places: tuple[list[Int64], list[Int64], list[npt.NDArray[np.int8]]]
+    places: tuple[tuple[Int64, ...], tuple[Int64, ...], tuple[npt.NDArray[np.int8], ...]]
     """offset, size and dtype of the members, n numbers for each extension."""
 
     @staticmethod
@@ -73,7 +73,7 @@ class TarMap:
             ]
             prefixes = ["", *(f"{extension}." for extension in members.columns)]
             types = {"offset": pa.int64(), "size": pa.int64(), "dtype": pa.int8()}
-            places = [[_column(batch, prefix + name, kind) for prefix in prefixes] for name, kind in types.items()]
+            places = [tuple(_column(batch, prefix + name, kind) for prefix in prefixes) for name, kind in types.items()]
             return TarMap(
                 path=path,
                 checksum=facts["checksum"],
@@ -101,19 +101,6 @@ class TarMap:
             f"{self.path}: {len(self.tokens):,} documents, {int(self.tokens.sum()):,} tokens in {len(self.shards):,} shards of "
             f"{size:,} bytes; columns {', '.join(self.columns)}"
             + (f"; {ignored:,} files without a key and an extension are ignored" if ignored else "")
-        )
-
-    def located(self, documents: Int64) -> tuple[npt.NDArray[np.int32], Int64, Int64, npt.NDArray[np.int8]]:
-        """(shard, offset, size, dtype) of the m members of each of k documents, [m · k] each, document after document."""
-        shard, m = self.shard[documents], len(self.extensions)
-        offset, size, kind = self.places
-        if m == 1:
-            return shard, offset[0][documents], size[0][documents], kind[0][documents]
-        return (
-            np.repeat(shard, m),
-            np.stack([held[documents] for held in offset], axis=1).ravel(),
-            np.stack([held[documents] for held in size], axis=1).ravel(),
-            np.stack([held[documents] for held in kind], axis=1).ravel(),
         )
 
     def check(self) -> Int64:
