@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from .attention.blocks import Blocks, block_plan
+from .attention.groupcast import Overlap
 from .attention.plan import AttentionPlan
 from .attention.tiles import Tap
 from .packing.cost import CostModel, cost_units
@@ -81,7 +82,9 @@ class Recipe:
             query heads; None: none do. They must divide ``cp``; where groups are planned (``flexsp``, ``dynamic_cp``), a group
             whose size they do not divide takes the greatest common divisor.
         tap: how attention is shared in a pool, for ``tap``; None: the defaults.
-        blocks: how blocks are cut and placed, for ``blocks``; None: the defaults.
+        blocks: how blocks are cut and placed, for ``blocks``; None: the defaults. With ``Blocks(devices_per_node=…)`` rows enter
+            a node once and are forwarded inside.
+        overlap: how stages are chosen, for ``groupcast``; None: the defaults. ``Overlap(devices_per_node=…)`` forwards likewise.
     """
 
     name: str
@@ -94,6 +97,7 @@ class Recipe:
     ulysses: int | None = None
     tap: Tap | None = None
     blocks: Blocks | None = None
+    overlap: Overlap | None = None
 
     def __post_init__(self) -> None:
         _fit("pack", self.pack, "place", self.place, PLACES)
@@ -108,6 +112,8 @@ class Recipe:
             raise ValueError(f"tap says how attend='tap' shares attention; got attend={self.attend!r}")
         if self.blocks is not None and self.shard != "blocks":
             raise ValueError(f"blocks says how shard='blocks' places them; got shard={self.shard!r}")
+        if self.overlap is not None and self.attend != "groupcast":
+            raise ValueError(f"overlap says how attend='groupcast' chooses stages; got attend={self.attend!r}")
         if self.ulysses is not None and (self.ulysses < 1 or self.attend not in PLANS):
             raise ValueError(
                 f"ulysses is a number of ranks, at least 1, inside attend={' or '.join(map(repr, PLANS))}; got "
@@ -249,7 +255,9 @@ class Recipe:
         """What ``shards`` and then ``attention`` give; ``blocks`` decides both at once."""
         if self.attend == "blocks":
             known, placed = placed_blocks(cu_seqlens, len(ranks), max_tokens, mask, self.blocks)
-            return placed.shards, block_plan(known, placed, ranks, rank=cp_rank)
+            return placed.shards, block_plan(
+                known, placed, ranks, rank=cp_rank, devices_per_node=self.blocks and self.blocks.devices_per_node
+            )
         shards = self.shards(cu_seqlens, len(ranks), decision, max_tokens, mask=mask)
         return shards, self.attention(shards, ranks, cp_rank, mask=mask)
 

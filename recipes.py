@@ -5,7 +5,7 @@ ranks attend (attend); which choices fit each other, ``choices.py`` knows.
 
     >>> from equipoise import recipe
     >>> recipe("vrsp")
-    Recipe(name='vrsp', pack='best_fit', place='vrsp', shard='contiguous', attend='ulysses', options=None, shard_cost=None, ulysses=None, tap=None, blocks=None)
+    Recipe(name='vrsp', pack='best_fit', place='vrsp', shard='contiguous', attend='ulysses', options=None, shard_cost=None, ulysses=None, tap=None, blocks=None, overlap=None)
     >>> recipe("static", pack="concat", attend="ulysses").name
     'static+pack=concat+attend=ulysses'
     >>> recipe("static", ulysses=2).name                # USP: a ring between pairs of ranks that trade heads
@@ -41,6 +41,7 @@ from dataclasses import replace
 import numpy as np
 
 from .attention.blocks import Blocks
+from .attention.groupcast import Overlap
 from .attention.tiles import Tap
 from .choices import Options, Recipe
 from .packing.lengths import Lengths
@@ -92,6 +93,7 @@ def recipe(
     ulysses: int | None = None,
     tap: Tap | None = None,
     blocks: Blocks | None = None,
+    overlap: Overlap | None = None,
 ) -> Recipe:
     """A named recipe, or a mix that starts from one. Raises ValueError for an unknown name or halves that do not fit."""
     base = choose(name)
@@ -99,7 +101,8 @@ def recipe(
     changed = {key: value for key, value in choices.items() if value is not None and value != getattr(base, key)}
     label = name + "".join(f"+{key}={value}" for key, value in changed.items())
     kept = base.options if base.pack == changed.get("pack", base.pack) else None
-    return replace(base, name=label, options=options or kept, shard_cost=shard_cost, tap=tap, blocks=blocks, **changed)  # type: ignore[arg-type]
+    own = {"shard_cost": shard_cost, "tap": tap, "blocks": blocks, "overlap": overlap}
+    return replace(base, name=label, options=options or kept, **own, **changed)  # type: ignore[arg-type]
 
 
 def plan(

@@ -92,7 +92,7 @@ def attention_between(recipe: Recipe, shards: Shards, ranks: tuple[int, ...], cp
     if recipe.attend == "groupcast":
         from .attention.groupcast import groupcast_plan
 
-        return groupcast_plan(shards, ranks, cp_rank, mask=mask)
+        return groupcast_plan(shards, ranks, cp_rank, mask=mask, overlap=recipe.overlap)
     if recipe.attend == "tap":
         return recipe.pooled([shards], ranks, cp_rank, [mask])
     return None

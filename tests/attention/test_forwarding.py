@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from equipoise import recipe
 from equipoise.attention import forwarding as module
+from equipoise.attention.blocks import Blocks
 from equipoise.attention.forwarding import forwarded, nodes_of, traffic_between
 from equipoise.attention.groupcast import Overlap, groupcast_plan
 from equipoise.attention.plan import KV, Q
@@ -153,6 +155,27 @@ def test_forwarded_rows_and_sums_are_exact_and_as_counted(ranks, world):
         passed_on += traffic_between(replace(plan, moves=plain[0], returns=plain[1]), nodes).by_rank[2].sum()
         passed_on -= traffic_between(plan, nodes).by_rank[2].sum()
     assert passed_on > 0
+
+
+RECIPES = [
+    ("magi", {"overlap": Overlap(devices_per_node=2)}),
+    ("dcp", {"blocks": Blocks(devices_per_node=2, block=16)}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), RECIPES)
+def test_recipes_forward(name, options):
+    """magi and dcp, over ranks that are whole nodes and over such that are not."""
+    cu = np.cumsum([0, 90, 31, 60])
+    for ranks in ((0, 1, 2, 3), (3, 4, 5, 6)):
+        parts = [recipe(name, **options).laid_out(cu, ranks, rank)[1] for rank in range(4)]
+        for part in parts:
+            part.check(cu)
+        for kind in (KV, Q):
+            entries = [crossings(p.moves[p.moves[:, 3] == p.rank], nodes_of(ranks, 2), kind, 3) for p in parts]
+            assert sum(map(len, entries)) == len(set().union(*entries)), "each row enters a node once"
+    with pytest.raises(ValueError, match="overlap says how attend='groupcast' chooses stages; got attend='ring'"):
+        recipe("static", overlap=Overlap())
 
 
 def test_nodes_that_are_none_are_refused():
