@@ -29,9 +29,10 @@ from ..packing.accounts import kv_bytes_per_token
 from ..packing.chunkflow import BACKWARD
 from ..packing.chunkflow_places import Placement
 from ..packing.cost import ATTENTION_BACKWARD, LINEAR_BACKWARD, Float64, ModelShape
+from .cluster import SYNC
 from .network import ClusterShape, Network, exposed, exposed_ring
 from .pipeline import Schedule, Times, interleaved, run, state_aware
-from .plan import SYNC, StepPlan
+from .plan import StepPlan
 
 __all__ = ["ClusterShape", "Network", "StepTime", "exposed", "chunkflow_seconds", "pack_seconds", "simulate"]
 
