@@ -5,8 +5,8 @@
 
 For trainers that take rows as they are. Decided once and for all epochs are the packs, by the recipe's packing; who trains
 on them when is left to the trainer (``BalancedLoader`` decides both anew in every epoch, and by cost). Documents are packed
-over the whole dataset at once or window by window, never by the batches in which they happen to be mapped; of a window,
-packs that later documents may still fill are kept open, so that only the end of the dataset leaves packs part-filled.
+over the whole dataset at once or window by window (``samplers/epoch_packs.py``), never by the batches in which they happen to be
+mapped.
 
 Cost: planning takes a second for some million documents. Laying out is one pass over the tokens, in ``num_proc`` processes,
 some dozen packs at a time; a token takes 12 bytes on disk (``input_ids``, ``labels``, ``position_ids``, int32 each) and what

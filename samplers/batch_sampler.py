@@ -6,9 +6,9 @@ the three together.
 
     DataLoader(PlannedDataset(dataset), batch_sampler=BalancedBatchSampler(lengths, recipe("vrsp"), …), collate_fn=ThdCollator(…))
 
-Each rank plans every step by itself (a pure function, no collective) and keeps its own row. A sampler runs ahead of
-training by the loader's prefetch, so the state to resume from travels with each batch: ``batch.state()``; what a state may
-be loaded into is told in ``resume.py``.
+Each rank plans every step by itself (a pure function, no collective) and keeps its own row (``micro_batches.py``). Decided here
+is where a run stands: its epoch, its step and the slot in it. A sampler runs ahead of training by the loader's prefetch, so the
+state to resume from travels with each batch: ``batch.state()``; what a state may be loaded into is told in ``resume.py``.
 """
 
 from __future__ import annotations
