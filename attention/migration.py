@@ -35,16 +35,18 @@ from numba import njit
 from ..packing.mask_areas import KeyRanges
 from .bands import Int64
 
-PIECES = 16
-"""Of the keys in a stretch of neighbouring blocks of one rank, at most."""
+PIECES, ALL_PIECES = 16, 4096
+"""Of the keys in a stretch of neighbouring blocks of one rank, and of all stretches together if they are no more, at most."""
+MOST = 16384
+"""Blocks that may move: where there are more, those with the most pairs."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Blocks:
-    """The positions of a pool, cut."""
+    """The positions of a pool, cut into c blocks."""
 
-    edges: Int64
-    """int64[c + 1], rising from 0."""
+    size: Int64
+    """int64[c], queries of each."""
     home: Int64
     """int64[c], the rank that holds each block."""
     pairs: Int64
@@ -62,7 +64,7 @@ class Blocks:
 
     @staticmethod
     def of(edges: Int64, home: Int64, pairs: Int64, keys: KeyRanges) -> Blocks:
-        """keys: those that each block needs."""
+        """edges: int64[c + 1], rising from 0; keys: those that each block needs."""
         begins = _pieces(home)
         cuts = np.append(edges[begins], edges[-1])
         first = np.searchsorted(cuts, keys.ranges[:, 0], side="right") - 1
@@ -71,7 +73,7 @@ class Blocks:
         start = np.maximum(np.repeat(keys.ranges[:, 0], count), cuts[needed])
         stop = np.minimum(np.repeat(keys.ranges[:, 1], count), cuts[needed + 1])
         return Blocks(
-            edges=edges,
+            size=np.diff(edges),
             home=home,
             pairs=pairs,
             linked=_linked(edges, home, keys),
@@ -81,12 +83,34 @@ class Blocks:
             holder=home[begins],
         )
 
+    def largest(self, most: int) -> tuple[Int64, Blocks]:
+        """Which blocks have the most pairs, and these by themselves, with the pieces that they need; all where they are no more."""
+        kept = np.sort(np.argsort(-self.pairs, kind="stable")[:most])
+        if len(kept) == len(self.pairs):
+            return kept, self
+        count = np.diff(self.offsets)[kept]
+        offsets = np.concatenate([[0], np.cumsum(count)])
+        entries = np.arange(offsets[-1]) + np.repeat(self.offsets[kept] - offsets[:-1], count)
+        pieces, needed = np.unique(self.needed[entries], return_inverse=True)
+        blocks = Blocks(
+            size=self.size[kept],
+            home=self.home[kept],
+            pairs=self.pairs[kept],
+            linked=self.linked[kept] & (np.diff(kept, prepend=-2) == 1),
+            offsets=offsets,
+            needed=needed,
+            rows=self.rows[entries],
+            holder=self.holder[pieces],
+        )
+        return kept, blocks
+
 
 def _pieces(home: Int64) -> Int64:
     """The first block of each piece."""
     begins = np.flatnonzero(np.diff(home, prepend=-1))
     blocks = np.diff(np.append(begins, len(home)))
-    together = np.repeat(-(-blocks // PIECES), blocks)
+    each = max(1, min(PIECES, ALL_PIECES // max(len(begins), 1)))
+    together = np.repeat(-(-blocks // each), blocks)
     return np.flatnonzero((np.arange(len(home)) - np.repeat(begins, blocks)) % together == 0)
 
 
@@ -111,17 +135,20 @@ def placed(
     np.add.at(load, blocks.home, blocks.pairs * head_groups)
     if load.max(initial=0) <= cap:
         return owner
-    size, home = np.diff(blocks.edges), blocks.home
+    kept, blocks = blocks.largest(MOST)
+    home, pairs, size = blocks.home, blocks.pairs, blocks.size
+    moved = np.ascontiguousarray(owner[:, kept])
     needs = (blocks.holder, blocks.offsets, blocks.needed, blocks.rows)
     uses = np.zeros((ranks, head_groups, len(blocks.holder)), np.int32)
-    least = _least_costs(home, blocks.pairs, size, *needs, kv_cost, q_cost)
+    least = _least_costs(home, pairs, size, *needs, kv_cost, q_cost)
     order = np.lexsort((least, home))
     begin = np.searchsorted(home[order], np.arange(ranks + 1))
     _count_uses(home, blocks.offsets, blocks.needed, uses)
-    family = _families(home, blocks.holder, blocks.offsets, blocks.needed, ranks)
-    _migrate(home, blocks.pairs, size, *needs, blocks.linked, least, order, begin, family, owner, load, uses, cap,
+    family = _families(home, *needs[:3], ranks)
+    _migrate(home, pairs, size, *needs, blocks.linked, least, order, begin, family, moved, load, uses, cap,
         kv_cost, q_cost, heads_first)  # fmt: skip
-    _settle(blocks.pairs, order, begin, owner, load, cap)
+    _settle(pairs, order, begin, moved, load, cap)
+    owner[:, kept] = moved
     return owner
 
 

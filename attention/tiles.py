@@ -76,12 +76,12 @@ class Tap:
         offsets, home = _homes(shards)
         tokens = int(mask.tokens.sum())
         runs = _runs(offsets, home)
-        blocks = _blocks(runs, mask, tokens, self.block)
+        edges, blocks = _blocks(runs, mask, tokens, self.block)
         total, G = self.head_groups * int(blocks.pairs.sum()), self.head_groups
         cap = round(1000 * self.tolerance) * total // (1000 * len(ranks))
         costs = {"kv_cost": self.kv_cost, "q_cost": self.q_cost}
         owner = placed(blocks, len(ranks), G, cap, heads_first=self.heads_first, **costs)
-        tiles = _tiles(blocks, owner, runs, mask.tiles_of_pack(), tokens)
+        tiles = _tiles(edges, blocks.home, owner, runs, mask.tiles_of_pack(), tokens)
         moves, returns = direct(tiles, offsets, home, tokens, head_groups=G)
         plan = AttentionPlan(
             ranks=tuple(ranks),
@@ -166,8 +166,8 @@ def _runs(offsets: Int64, home: Int64) -> Int64:
     return np.column_stack([held[begins, 0], stops[: len(begins)], held[begins, 2]])
 
 
-def _blocks(runs: Int64, mask: Mask, tokens: int, block: int) -> Blocks:
-    """Runs cut into as few blocks of at most `block` queries as may be, equally long."""
+def _blocks(runs: Int64, mask: Mask, tokens: int, block: int) -> tuple[Int64, Blocks]:
+    """Runs cut into as few blocks of at most `block` queries as may be, equally long: (edges, blocks)."""
     length = runs[:, 1] - runs[:, 0]
     count = -(-length // block)
     nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
@@ -175,19 +175,19 @@ def _blocks(runs: Int64, mask: Mask, tokens: int, block: int) -> Blocks:
     edges = np.append(start, tokens)
     before = np.concatenate([[0], np.cumsum(mask.row_pairs())])
     keys = chunk_keys(mask.tiles_of_pack(), edges)
-    return Blocks.of(edges, np.repeat(runs[:, 2], count), np.diff(before[edges]), keys)
+    return edges, Blocks.of(edges, np.repeat(runs[:, 2], count), np.diff(before[edges]), keys)
 
 
-def _tiles(chosen: Blocks, owner: Int64, runs: Int64, mask: Int64, tokens: int) -> Int64:
+def _tiles(edges: Int64, home: Int64, owner: Int64, runs: Int64, mask: Int64, tokens: int) -> Int64:
     """int64[m, 8] of all ranks, by stage: group g's own queries on keys at home in stage g, all else of it in stage g + 1."""
     k_edges = np.append(runs[:, 0], tokens)
     parts = [np.zeros((0, 8), np.int64)]
     for group, computes in enumerate(owner):
-        begins = np.flatnonzero((np.diff(computes, prepend=-1) != 0) | (np.diff(chosen.home, prepend=-1) != 0))
+        begins = np.flatnonzero((np.diff(computes, prepend=-1) != 0) | (np.diff(home, prepend=-1) != 0))
         (chunk, run), pieces = (
-            x if x.shape[1] == 6 else x.T for x in cut_along(mask, np.append(chosen.edges[begins], tokens), k_edges)
+            x if x.shape[1] == 6 else x.T for x in cut_along(mask, np.append(edges[begins], tokens), k_edges)
         )
-        rank, holder = computes[begins][chunk], chosen.home[begins][chunk]
+        rank, holder = computes[begins][chunk], home[begins][chunk]
         stage = group + ((rank != holder) | (rank != runs[run, 2]))
         for s in (group, group + 1):
             for r in np.unique(rank[stage == s]).tolist():

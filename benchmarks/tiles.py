@@ -6,6 +6,11 @@ Packs of `context` tokens (shuffled documents end to end, cut at the packs' edge
 cut contiguously over its CP group; causal within documents; 32 query and 8 KV heads of 128, bf16. Bytes are those of a layer's
 forward and backward, received rows kept, in MB: of all ranks together, and of the rank with most, sent or received; Q counts O.
 Rows without an order are the pool as it is. Means over pools; planning is all ranks' plan, median, kernels compiled before.
+
+    python benchmarks/tiles.py --odd 40 [--context 262144] [--groups 8x8 64x1]
+
+draws pools of odd packs and options instead (one giant among tiny documents, giants beside middling ones …) and prints which took
+longest to plan, in the thread's own seconds.
 """
 
 from __future__ import annotations
@@ -40,6 +45,49 @@ def moved(plan: AttentionPlan) -> np.ndarray:
     return plan.bytes_moved(*shape) + plan.bytes_moved(*shape, backward=True)
 
 
+def odd_pack(kind: str, tokens: int, rng: np.random.Generator) -> np.ndarray:
+    """Boundaries of a pack of this many tokens."""
+    tiny = np.arange(0, tokens, int(rng.integers(20, 200)))
+    cuts = {
+        "giant": [0],
+        "tiny": tiny,
+        "giant and tiny": np.append(0, tiny[tiny > tokens * 3 // 4]),
+        "middling": np.arange(0, tokens, 4096),
+        "two": [0, tokens // 2],
+        "lognormal": np.cumsum(np.append(0, rng.lognormal(7, 2, 4000).astype(np.int64) + 1)),
+    }[kind]
+    return np.unique(np.append(np.minimum(cuts, tokens), tokens)).astype(np.int64)
+
+
+def odd(count: int, cp: int, context: int, draws: int, seed: int = 0) -> None:
+    """Prints the pools that take longest to plan, of some drawn."""
+    rng, kinds, rows = (
+        np.random.default_rng(seed),
+        ("giant and tiny", "giant", "tiny", "middling", "two", "lognormal"),
+        [],
+    )
+    for draw in range(draws + 1):
+        some = rng.choice(kinds, 2, replace=False).tolist()
+        drawn = [some[int(rng.random() < rng.choice([0.1, 0.5]))] for _ in range(count)]
+        options = {
+            "head_groups": int(rng.choice([1, 4, 8])),
+            "block": int(rng.choice([512, 2048, 8192])),
+            "tolerance": float(rng.choice([1.0, 1.05, 1.2])),
+            "heads_first": bool(rng.random() < 0.5),
+        }
+        shards = [contiguous(odd_pack(kind, context, rng), cp) for kind in drawn]
+        begin = time.thread_time()
+        plan = tap_plan(shards, tuple(range(count * cp)), **options)
+        if draw:  # the first one compiles
+            rows.append((time.thread_time() - begin, evenness(plan.loads().pairs), len(plan.tiles), options, some))
+    rows.sort(key=lambda row: -row[0])
+    print(
+        f"{count}x{cp} of {context} tokens, {draws} odd pools: median {1000 * rows[len(rows) // 2][0]:.0f} ms; the slowest:"
+    )
+    for seconds, even, tiles, options, some in rows[:5]:
+        print(f"{1000 * seconds:7.0f} ms, max/mean {even:.3f}, {tiles} tiles: {' and '.join(some)}, {options}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trace", default="wlb_like")
@@ -49,7 +97,12 @@ def main() -> None:
     parser.add_argument("--head-groups", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--blocks", nargs="+", type=int, default=[2048, 8192])
     parser.add_argument("--tolerance", type=float, default=1.05)
+    parser.add_argument("--odd", type=int, default=0)
     options = parser.parse_args()
+    if options.odd:
+        for shape in options.groups:
+            odd(*map(int, shape.split("x")), options.context, options.odd)
+        return
     packs = packs_of(options.trace, options.context)
     cost = np.array([int(causal_pairs(np.zeros(len(cu) - 1, np.int64), np.diff(cu)).sum()) for cu in packs])
     print(f"{options.trace}, {options.context} tokens a pack, tolerance {options.tolerance}")

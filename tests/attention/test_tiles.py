@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from equipoise.attention import migration
 from equipoise.attention import tiles as module
 from equipoise.attention.executor import attend
 from equipoise.attention.groups import CpGroups
@@ -202,6 +203,30 @@ def test_whole_heads_go_first_and_move_more_queries_for_fewer_keys():
     assert not whole[1].any()
     assert heads.loads().q_rows_received.sum() > cheapest.loads().q_rows_received.sum()
     assert heads.loads().rows_received.sum() <= cheapest.loads().rows_received.sum()
+
+
+def test_of_very_many_blocks_those_with_the_most_pairs_may_move(monkeypatch):
+    pool = Pool(packs=((64, 32), (1,) * 64), sizes=(2, 1), block=4, head_groups=2, tolerance=1.0)
+    monkeypatch.setattr(migration, "MOST", 3)
+    plan = pool.plan()
+    plan.check(pool.cu_seqlens)
+    moved = plan.moves[plan.moves[:, 1] == Q]
+    rows = {row % plan.tokens for a, b in moved[:, 4:].tolist() for row in range(a, b)}
+    assert rows and rows <= set(range(52, 64)), "the last 3 blocks of 4 of the long document"
+
+
+def test_what_is_known_of_runs_is_asked_again_after_a_move():
+    """Many donors and takers of several families, alike but for their room: none is filled beyond the cap, none gives twice."""
+    rng = np.random.default_rng(11)
+    for _ in range(20):
+        packs = tuple(tuple(rng.integers(1, 400, rng.integers(1, 4)).tolist()) for _ in range(5))
+        pool = Pool(packs=(*packs, (2,) * 40), sizes=(2, 1, 3, 1, 2, 1), block=2, head_groups=3, tolerance=1.02)
+        plan = pool.plan()
+        plan.check(pool.cu_seqlens)
+        pairs = plan.loads().pairs
+        assert pairs.max() * len(pairs) <= 1.02 * pairs.sum() + 800 * len(pairs)
+        sent = plan.moves[plan.moves[:, 1] == Q]
+        assert len(np.unique(sent[:, 4])) == len(sent)
 
 
 def test_a_rank_that_has_the_keys_already_is_preferred():
