@@ -8,7 +8,7 @@ from where they lie, without a Python object per document, and everything else f
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,10 @@ from .shapes import Shapes
 from .slices import Slices
 
 RECENT = 8
-"""Packs whose layout is kept, where making it takes long."""
+"""Packs whose layout is kept, and pools whose plan is, where making it takes long."""
 
 if TYPE_CHECKING:
+    from ..packing.masks import Mask
     from ..recipes import Recipe
 
 
@@ -66,7 +67,7 @@ class ThdCollator:
             raise ValueError(f"label_offsets are whole numbers of at least 1, tokens ahead; got {label_offsets!r}")
         self.label_offsets = tuple(map(int, label_offsets))
         self.shapes = shapes or Shapes()
-        self._recent: OrderedDict[bytes, tuple[Shards, Any]] = OrderedDict()
+        self._recent: OrderedDict[bytes, Any] = OrderedDict()
         self.shapes.check_rule(recipe.shard)
 
     def __call__(self, fetched: Sequence[tuple[MicroBatch, Rows]]) -> ThdBatch:
@@ -135,10 +136,15 @@ class ThdCollator:
             return self.recipe.shards(cu_padded, len(spec.ranks), decision, most, mask=mask), self._pooled(spec)
         if not self.recipe.places_slowly:
             return self.recipe.laid_out(cu_padded, spec.ranks, spec.cp_rank, decision, most, mask=mask)
-        key = repr((spec.ranks, spec.cp_rank, most)).encode() + cu_padded.tobytes()
-        key += b"" if mask is None else mask.tiles_of_pack().tobytes()
+        key = repr((spec.ranks, spec.cp_rank, most)).encode() + _told(cu_padded, mask)
+        return self._kept(
+            key, lambda: self.recipe.laid_out(cu_padded, spec.ranks, spec.cp_rank, decision, most, mask=mask)
+        )
+
+    def _kept(self, key: bytes, make: Callable[[], Any]) -> Any:
+        """What was made for this key, of packs' lengths and masks, if that is not long ago; nobody else waits for it or knows."""
         if key not in self._recent:
-            self._recent[key] = self.recipe.laid_out(cu_padded, spec.ranks, spec.cp_rank, decision, most, mask=mask)
+            self._recent[key] = make()
         self._recent.move_to_end(key)
         if len(self._recent) > RECENT:
             self._recent.popitem(last=False)
@@ -148,13 +154,22 @@ class ThdCollator:
         """This rank's part in the plan of the pool with which its CP group shares attention."""
         cp = len(spec.ranks)
         first = spec.ranks[0] // (cp * len(spec.pool)) * cp * len(spec.pool)
-        packs, masks = [], []
-        for spans, mask in spec.pool:
-            other, _ = self._filled(replace(spec, spans=spans, document_tokens=spans.tokens, mask=mask), {})
-            packs.append(self.recipe.shards(_boundaries(other)[1], cp, None, spec.max_tokens_per_rank, mask=other.mask))
-            masks.append(other.mask)
-        ranks = tuple(range(first, first + cp * len(packs)))
-        return self.recipe.pooled(packs, ranks, spec.ranks[spec.cp_rank] - first, masks)
+        others = [
+            self._filled(replace(spec, spans=spans, document_tokens=spans.tokens, mask=mask), {})[0]
+            for spans, mask in spec.pool
+        ]
+        held, masks = [_boundaries(other)[1] for other in others], [other.mask for other in others]
+        ranks, mine = tuple(range(first, first + cp * len(others))), spec.ranks[spec.cp_rank] - first
+
+        def make() -> Any:
+            packs = [
+                self.recipe.shards(cu, cp, None, spec.max_tokens_per_rank, mask=mask)
+                for cu, mask in zip(held, masks, strict=True)
+            ]
+            return self.recipe.pooled(packs, ranks, mine, masks)
+
+        key = repr((ranks, mine, cp, spec.max_tokens_per_rank)).encode()
+        return self._kept(key + b"".join(map(_told, held, masks)), make)
 
     def _filled(self, spec: MicroBatch, rows: Rows) -> tuple[MicroBatch, Rows]:
         """The micro-batch with fillers behind, up to the size that all share; their row is any, for it is not read."""
@@ -179,6 +194,12 @@ class ThdCollator:
         )
         at = np.append(np.arange(len(spec.spans) - len(tokens)), none)
         return spec, {name: _taken(values, at) for name, values in rows.items()}
+
+
+def _told(cu_seqlens: np.ndarray, mask: Mask | None) -> bytes:
+    """A pack's lengths and masks, and how much of it there is, so that several in a row are told apart."""
+    tiles = b"" if mask is None else mask.tiles_of_pack().tobytes()
+    return b"%d %d " % (len(cu_seqlens), len(tiles)) + cu_seqlens.tobytes() + tiles
 
 
 def _boundaries(spec: MicroBatch) -> tuple[np.ndarray, np.ndarray]:

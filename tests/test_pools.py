@@ -16,6 +16,7 @@ from equipoise.attention.plan import AttentionPlan
 from equipoise.attention.tiles import Tap
 from equipoise.loaders.shapes import Shapes
 from equipoise.packing.cost import SEVEN_B
+from equipoise.packing.mask_kinds import sliding_window
 from equipoise.recipes import Recipe
 from equipoise.samplers.cluster import Cluster
 from equipoise.samplers.plan import StepPlan
@@ -158,6 +159,35 @@ def test_a_micro_batch_knows_its_share_of_the_pool():
             assert spec.cost * 1e9 == pytest.approx(loads.cost[rank, spec.slot])
             assert spec.pairs == sum(int(spans.pairs.sum()) for spans, _ in spec.pool) // 8
             assert spec.pairs <= loads.pairs[rank, spec.slot]
+
+
+def test_a_pool_that_comes_again_is_planned_once(monkeypatch):
+    """Of equal lengths, masks and ranks; each of these alone makes it another pool."""
+    made, plans = [], Recipe.pooled
+
+    def counted(self, *args):
+        made.append(args)
+        return plans(self, *args)
+
+    monkeypatch.setattr(Recipe, "pooled", counted)
+    chosen = recipe("libra", tap=TAP)
+    collate = ThdCollator(chosen)
+    rows = [np.arange(7) for _ in range(12)]
+    data = PlannedDataset(rows)
+    sampler = BalancedBatchSampler(data.lengths(), chosen, max_tokens_per_rank=7, documents_per_step=4, dp=4, rank=1)
+    specs = [spec for (spec,) in sampler]
+    first, *others = [collate(data.__getitems__([spec])) for spec in specs]
+    assert len(specs) == 3 and len(made) == 1, "three steps of four documents of 7 tokens"
+    assert all(batch.plan is first.plan for batch in others)
+    spans, _ = specs[0].pool[0]
+    window = sliding_window(spans.tokens, 3)
+    other = replace(specs[0], pool=((spans, window), *specs[0].pool[1:]))
+    swapped = replace(specs[0], pool=(*other.pool[1:], other.pool[0]))
+    shorter = replace(specs[0], pool=((replace(spans, stop=spans.stop - 1), None), *specs[0].pool[1:]))
+    for at, spec in enumerate((other, swapped, shorter)):
+        assert collate(data.__getitems__([spec])).plan is not first.plan
+        assert len(made) == 2 + at
+    assert collate(data.__getitems__([specs[0]])).plan is first.plan and len(made) == 4
 
 
 def test_by_default_pools_have_as_many_replicas_as_divide_dp_up_to_eight():
