@@ -1,6 +1,6 @@
 """Tokens per second, memory and waiting of the loaders people would use instead, in one table of one run.
 
-    python benchmarks/loader.py [--documents 20000] [--workers 0,2] [--repeats 5] [--index 10000000]
+    python benchmarks/loader.py [--documents 20000] [--workers 0,2] [--repeats 5] [--index 10000000] [--only map-style]
 
 The same documents for all (lognormal lengths, mean about 1,000 tokens, int32), the same number of workers, about 64K tokens a
 batch; rounds interleaved, medians. What is delivered is touched (summed), so that no lazily mapped page escapes, and the sums
@@ -12,7 +12,8 @@ and its workers, what they had before the loader taken off, each loader in a pro
 Then: reading tar documents in the order of their offsets beside a plain sequential read of the same files, in bytes of tokens
 over bytes of the files, with the documents of the table and with longer ones (``offset_order`` says what is compared); how long a trainer
 whose step keeps the interpreter busy for 50 ms waits; the first batch of an index of ten million documents, and a worker's
-memory with one and with ten million.
+memory with one and with ten million. ``--only TEXT``: the speeds of the loaders with this in their names, beside a bare copy, and
+nothing else; with them the CPU time of each, which other programs on the machine change less than they do the speeds.
 """
 
 from __future__ import annotations
@@ -175,22 +176,32 @@ def bare_copy(source: torch.Tensor) -> int:
     return len(source) * MAX_TOKENS
 
 
-def speeds(folder: Path, documents: int, workers: int, repeats: int) -> dict[str, float]:
-    """Tokens per second of each, the median of interleaved rounds."""
-    made = {name: make() for name, make in loaders(folder, documents, workers).items()}
+def cpu_seconds() -> float:
+    """Of this process and the children that it has now."""
+    children = psutil.Process().children(recursive=True)
+    return time.process_time() + sum(sum(child.cpu_times()[:2]) for child in children)
+
+
+def speeds(
+    folder: Path, documents: int, workers: int, repeats: int, only: str = ""
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Tokens per second of each, the median of interleaved rounds; and per second of CPU time."""
+    made = {name: make() for name, make in loaders(folder, documents, workers).items() if only in name}
     expected = {drain(each) for each in made.values()}
     assert len(expected) == 1, f"all loaders must deliver the same tokens; got {expected}"
-    seen: dict[str, list[float]] = {name: [] for name in [*made, COPY]}
+    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in [*made, COPY]}
     source = torch.ones(64, 4, MAX_TOKENS, dtype=torch.int64)
     for _ in range(repeats):
         for name in seen:
-            begin = time.perf_counter()
+            begin, busy_before = time.perf_counter(), cpu_seconds()
             tokens = bare_copy(source) if name == COPY else drain(made[name])[0]
-            seen[name].append(tokens / (time.perf_counter() - begin))
+            seconds = time.perf_counter() - begin
+            seen[name].append((tokens / seconds, tokens / (cpu_seconds() - busy_before)))
     for each in made.values():
         if isinstance(each, BalancedLoader):
             each.close()
-    return {name: float(np.median(rates)) for name, rates in seen.items()}
+    rates, per_cpu = ({name: float(np.median(np.array(each)[:, at])) for name, each in seen.items()} for at in (0, 1))
+    return rates, per_cpu
 
 
 COPY = "bare copy of four int64 a token"
@@ -239,7 +250,7 @@ def apart(target: Callable[..., None], *arguments: Any) -> Any:
 
 def table(folder: Path, documents: int, workers: int, repeats: int) -> None:
     """One line per loader; then the ratios that matter."""
-    rates = speeds(folder, documents, workers, repeats)
+    rates, _ = speeds(folder, documents, workers, repeats)
     print(f"\nworkers {workers}: median of {repeats} interleaved rounds over {documents} documents")
     print(f"  {'':42s} {'M tokens/s':>10s} {'peak MiB':>9s}")
     for name, rate in rates.items():
@@ -260,6 +271,19 @@ def long_documents(documents: int) -> list[np.ndarray]:
     few, most = rng.integers(6450, 124_914, documents), rng.integers(16, 6450, documents)
     lengths = np.where(rng.random(documents) < 0.012, few, most)
     return [rng.integers(0, 50_000, length, dtype=np.int32) for length in lengths]
+
+
+def part_of_table(folder: Path, documents: int, workers: int, repeats: int, only: str) -> None:
+    """One line per loader that is chosen, beside a bare copy."""
+    rates, per_cpu = speeds(folder, documents, workers, repeats, only)
+    print(
+        f"\nworkers {workers}: median of {repeats} interleaved rounds over {documents} documents; of a bare copy's speed"
+    )
+    for name, rate in rates.items():
+        print(
+            f"  {name:42s} {rate / 1e6:8.1f} M tokens/s ({rate / rates[COPY]:.2f}), {per_cpu[name] / 1e6:8.1f} M tokens a "
+            f"second of CPU ({per_cpu[name] / per_cpu[COPY]:.2f})"
+        )
 
 
 def offset_order(folder: Path, documents: int, repeats: int) -> None:
@@ -290,15 +314,17 @@ def reading(folder: Path, repeats: int) -> dict[str, float]:
     """Bytes per second of the thread's own time, the median of interleaved rounds."""
     source = TarShards(folder / "index.arrow")
     windows = [np.arange(first, min(first + 512, len(source))) for first in range(0, len(source), 512)]
-    ranges: list[tuple[int, int, int]] = []
+    ranges: list[tuple[int, int, int, int]] = []
 
     def noted(handle: Handle, offset: int, buffer: np.ndarray, late: Callable[[], None]) -> None:
-        ranges.append((handle.descriptor, offset, len(buffer)))
+        place = buffer.ctypes.data - buffer.base.ctypes.data
+        ranges.append((handle.descriptor, offset, len(buffer), place))
         read_range(handle, offset, buffer, late)
 
     with patch.object(tar, "read_range", noted):
         tokens = sum(ids.nbytes for window in windows for ids in source.rows(window)["input_ids"])
-    memory = memoryview(bytearray(max(size for _, _, size in ranges)))
+    shards, block = shards_in(folder), bytearray(1 << 20)
+    memory = memoryview(bytearray(max(place + size for _, _, size, place in ranges)))
 
     def by_index() -> int:
         for window in windows:
@@ -306,19 +332,19 @@ def reading(folder: Path, repeats: int) -> dict[str, float]:
         return tokens
 
     def bare() -> int:
-        for descriptor, offset, size in ranges:
-            os.preadv(descriptor, [memory[:size]], offset)
+        for descriptor, offset, size, place in ranges:
+            os.preadv(descriptor, [memory[place : place + size]], offset)
         return tokens
 
     def fresh() -> int:
-        for descriptor, offset, size in ranges:
+        for descriptor, offset, size, _ in ranges:
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             os.preadv(descriptor, [pages], offset)
         return tokens
 
     def plain() -> int:
-        read, block = 0, bytearray(1 << 20)
-        for path in shards_in(folder):
+        read = 0
+        for path in shards:
             with open(path, "rb", buffering=0) as file:
                 while count := file.readinto(block):
                     read += count
@@ -326,10 +352,10 @@ def reading(folder: Path, repeats: int) -> dict[str, float]:
 
     runs = {"by index": by_index, "bare preadv": bare, "bare preadv into fresh pages": fresh, "plain": plain}
     seen: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(4 * repeats + 1):
-        for name, run in runs.items():
+    for turn in range(6 * repeats + 1):
+        for name in np.random.default_rng(turn).permutation(list(runs)).tolist():  # what ran before leaves its traces
             begin = time.thread_time()
-            read = run()
+            read = runs[name]()
             seen[name].append(read / (time.thread_time() - begin))
     return {name: float(np.median(rates[1:])) for name, rates in seen.items()}
 
@@ -402,13 +428,19 @@ def main() -> None:
     parser.add_argument("--workers", default="0,2")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--index", type=int, default=10_000_000)
+    parser.add_argument("--only", default="", help="loaders of the table whose names hold this, and nothing else")
     options = parser.parse_args()
     torch.set_num_threads(1)  # the checksum must not spin on the cores that workers need
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_corpus(options.documents, folder)
         for workers in map(int, options.workers.split(",")):
-            table(folder, options.documents, workers, options.repeats)
+            if options.only:
+                part_of_table(folder, options.documents, workers, options.repeats, options.only)
+            else:
+                table(folder, options.documents, workers, options.repeats)
+        if options.only:
+            return
         offset_order(folder, options.documents, options.repeats)
         for workers in map(int, options.workers.split(",")):
             waiting(folder, workers)

@@ -176,7 +176,7 @@ class TarShards:
 
         def announce(at: int) -> None:
             nonlocal told
-            if at > told:
+            if at >= told:
                 told = at + AHEAD
                 for shard, _, _, first, last, _ in runs[at:told]:
                     with suppress(ValueError, OSError):  # it will be told when the run is read

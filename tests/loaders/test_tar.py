@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from equipoise.loaders import tar
+from equipoise.loaders import tar, tar_read
 from equipoise.loaders.tar import TarShards
 from equipoise.loaders.tar_index import index_shards
-from equipoise.loaders.tar_read import FREE, SMALLEST, Buffers
+from equipoise.loaders.tar_read import FREE, SMALLEST, Buffers, Handle, read_range
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -149,6 +149,43 @@ def test_neighbours_are_read_at_once_and_distant_ones_apart(tmp_path: Path, monk
     read.clear()
     source.rows([0, 3, 4, 6])
     assert len(read) == 3 and sum(read) < 4 * 33_000
+
+
+def test_reads_are_announced_once_and_only_where_one_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [np.arange(16_000, dtype=np.uint16) + at for at in range(120)]
+    source = TarShards(index_shards(write_shard(tmp_path / "a.tar", ids), tmp_path / "index"))
+    read, announced, waiting = [], [], False
+    inner = tar.read_range
+
+    def reading(handle, offset, buffer, late):
+        read.append((offset, len(buffer)))
+        if waiting:
+            late()
+        inner(handle, offset, buffer, lambda: None)
+
+    monkeypatch.setattr(tar, "read_range", reading)
+    monkeypatch.setattr(Handle, "announce", lambda handle, offset, size: announced.append((offset, size)))
+    wanted = list(range(0, 120, 3))  # more than are announced at once
+    source.rows(wanted)
+    assert len(read) == len(wanted) > tar.AHEAD and not announced
+    read.clear()
+    waiting = True
+    source.rows(wanted)
+    assert announced == read[1:]
+
+
+def test_a_read_falls_back_where_the_file_cannot_tell_what_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(bytes(range(200)))
+    status, late = os.stat(tmp_path / "file"), []
+    handle = Handle(str(tmp_path / "file"), status.st_size, status.st_mtime_ns)
+    monkeypatch.setattr(tar_read, "_AT_ONCE", 1 << 30)  # a flag that no kernel knows
+    buffer = np.zeros(50, np.uint8)
+    read_range(handle, 100, buffer, lambda: late.append(True))
+    assert late == [True] and buffer.tolist() == list(range(100, 150))
+    with pytest.raises(ValueError, match="50 bytes are due at byte 170, and the file has 30"):
+        read_range(handle, 170, buffer, lambda: None)
 
 
 def test_buffers_come_back_when_nothing_is_held_in_them() -> None:
