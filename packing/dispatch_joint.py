@@ -7,13 +7,15 @@ few ranks, and short ones not at all:
 
 1. **Build** (`_build`). While the heaviest document fits into no rank, the next rank is filled: with as long a tail of it as leaves
    room for light company (whole short documents, then the document's own head, which needs nothing from elsewhere). For one
-   document that is zigzag, for one among short ones runs of equal pairs. What then fits whole goes to the least loaded rank.
+   document that is zigzag, for one among short ones runs of equal pairs. What then fits whole goes to the least loaded rank. Done
+   twice, with as few tokens on the ranks of tails as others have room for, and with nearly an even share; the one goes on that is
+   better after a tenth of the search.
 2. **Improve** (dispatch_search.py). The pieces, cut to an eighth of a rank at most, are moved and exchanged at random with a fixed
    seed, and a change that costs up to a falling threshold is accepted: repairs balance, then saves rows. Masks of any kind: rows
    are counted for the keys that each piece needs, at the resolution of the pieces.
 
-On 128K packs of the traces of benchmarks/traffic.py, 10 each: rows 0.33–0.51 of min-heap's with 8 chunks a rank, pairs
-max/mean below 1.05. All numbers are integers, so that all ranks find the same.
+On 128K packs of the traces of benchmarks/traffic.py, 10 each: rows 0.32–0.50 of min-heap's with 8 chunks a rank (and 0.27–0.35
+of them in the mean pack), pairs max/mean below 1.05. All numbers are integers, so that all ranks find the same.
 
 Cost: 10–20 ms for 128K tokens on 16 ranks, most of it step 2, `rounds` x 0.25 µs.
 
@@ -22,13 +24,14 @@ Cost: 10–20 ms for 128K tokens on 16 ranks, most of it step 2, `rounds` x 0.25
     >>> cu = np.cumsum([0, 52000, 26000, 18000, 17000, 7000, 7000, 4000])
     >>> plain, ours = dispatch(cu, 16), joint(cu, 16)
     >>> ours.describe()
-    '16 ranks x 9826 tokens in 82 segments; pairs max/mean 1.047'
+    '16 ranks x 9826 tokens in 91 segments; pairs max/mean 1.048'
     >>> int(received_rows(plain).sum()), int(received_rows(ours).sum())
-    (1170088, 473614)
+    (1170088, 436158)
 """
 
 from __future__ import annotations
 
+from functools import partial
 from math import ceil
 
 import numpy as np
@@ -45,8 +48,11 @@ from .shards import Shards
 
 GRAIN = 8
 """Pieces of a rank: none has more than an eighth of an even share of tokens and pairs together."""
-LEAST = 0.8
-"""Of an even share: what a rank that is filled holds, if others have room for the rest. Tails compute much for few tokens."""
+LEAST = (0.6, 0.9)
+"""Of an even share: what a rank that is filled holds, if others have room for the rest. Tails compute much for few tokens: which of
+these leads to fewer rows depends on what else there is, so each is built and improved for a while, and the better one goes on."""
+WHILE = 0.1
+"""Of the rounds: those of each start."""
 WHOLE = 2 << 20
 """Two grains: a piece up to this size is not cut."""
 
@@ -72,17 +78,26 @@ def joint(
     cap = checked_cap(total, cp_size, max_tokens)
     if balance < 1 or slack < 1 or rounds < 0:
         raise ValueError(f"joint needs balance >= 1, slack >= 1 and rounds >= 0; got {balance}, {slack} and {rounds}.")
+    if total == 0:
+        return shards_of(cu, np.zeros(1, np.int64), np.zeros(0, np.int64), cp_size, cap)
     even = -(-total // cp_size)
     cap = min(cap, ceil(slack * even))
     before = np.concatenate([[0], np.cumsum(row_counts(tiles, total))])
     mean = max(int(before[-1]) // cp_size, 1)
     target = int(mean * balance)
-    pieces = _built(cu, before, cp_size, target, cap, int(LEAST * even))
-    edges, rank = _cut(pieces, before, max(even // GRAIN, 1), max(mean // GRAIN, 1))
-    if rounds and cp_size > 1 and len(rank) > 1:
+    rounds = rounds if cp_size > 1 else 0
+    starts = []
+    for least in LEAST:
+        pieces = _built(cu, before, cp_size, target, cap, int(least * even))
+        edges, rank = _cut(pieces, before, max(even // GRAIN, 1), max(mean // GRAIN, 1))
         document = np.searchsorted(cu, edges[:-1], side="right") - 1
         keys, pairs = chunk_keys(tiles, edges), np.diff(before[edges])
-        rank = improved(edges, rank, pairs, keys, document, cp_size, target, cap, rounds, seed)
+        search = partial(
+            improved, edges, pairs=pairs, keys=keys, document=document, ranks=cp_size, target=target, cap=cap
+        )
+        starts.append((*search(rank, rounds=int(WHILE * rounds), seed=seed), edges, search))
+    rank, _, edges, search = min(starts, key=lambda start: start[1])
+    rank, _ = search(rank, rounds=rounds - len(LEAST) * int(WHILE * rounds), seed=seed)
     return shards_of(cu, edges, rank, cp_size, cap)
 
 

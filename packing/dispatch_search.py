@@ -36,12 +36,16 @@ def improved(
     cap: int,
     rounds: int,
     seed: int,
-) -> Int64:
-    """Rank of each chunk (int64[c]; edges: int64[c + 1]) after the search. target, cap: pairs and tokens that none should exceed."""
+) -> tuple[Int64, int]:
+    """(Rank of each chunk (int64[c]; edges: int64[c + 1]) after the search, its cost). target, cap: pairs and tokens that none should exceed."""
     even = max(int(edges[-1] - edges[0]) // ranks, 1)
     first = np.searchsorted(document, document)
     begin = np.searchsorted(edges, keys.ranges[:, 0], side="right") - 1
-    ranges = np.stack([begin, np.searchsorted(edges, keys.ranges[:, 1])], axis=1)
+    end = np.searchsorted(edges, keys.ranges[:, 1])
+    # Two ranges of a chunk may meet in one key chunk, which counts once.
+    chunk = np.repeat(np.arange(len(rank)), np.diff(keys.offsets))
+    begin[1:] = np.where(chunk[1:] == chunk[:-1], np.maximum(begin[1:], end[:-1]), begin[1:])
+    ranges = np.stack([begin, end], axis=1)
     longest = int((edges[1:] - edges[first]).max())
     fine = FINE * max(1, longest // even)
     per_row = max(int(pairs.sum()) // ranks // (fine * even), 1)
@@ -125,6 +129,20 @@ def _give(u, b, offsets, ranges, need, owner, document, nested):
 
 
 @njit(nogil=True, cache=True)
+def _rows(owner, tokens, edges, first, need, nested):
+    """Rows that all ranks receive."""
+    rows = np.int64(0)
+    for r in range(len(need)):
+        for k in range(need.shape[1]):
+            if not nested:
+                rows += edges[k + 1] - edges[k] if need[r, k] > 0 and owner[k] != r else 0
+            elif need[r, k] >= 0:
+                rows += edges[need[r, k] + 1] - edges[first[need[r, k]]]
+        rows -= tokens[r] if nested else 0
+    return rows
+
+
+@njit(nogil=True, cache=True)
 def _fine(work, tokens, limits):
     target, cap, per_row, fine = limits
     return max(0, work - target) // per_row + max(0, tokens - cap) * fine
@@ -141,7 +159,10 @@ def _search(rank, need, pairs, offsets, ranges, edges, document, first, nested, 
         reach[c] = length[c]
         for i in range(offsets[c], offsets[c + 1]):
             reach[c] += edges[ranges[i, 1]] - edges[ranges[i, 0]]
-    kept, now, best, chunks = rank.copy(), np.int64(0), np.int64(0), np.uint64(len(rank))
+    now = _rows(owner, tokens, edges, first, need, nested)
+    for r in range(len(need)):
+        now += _fine(work[r], tokens[r], limits)
+    kept, best, chunks = rank.copy(), now, np.uint64(len(rank))
     state, low = np.uint64(2 * seed + 1), np.uint64((1 << 20) - 1)
     for t in range(rounds):
         for by in (13, -7, 17):  # xorshift
@@ -184,4 +205,4 @@ def _search(rank, need, pairs, offsets, ranges, edges, document, first, nested, 
         tokens[a], tokens[b] = tokens[a] - some, tokens[b] + some
         if now < best:
             best, kept = now, owner.copy()
-    return kept
+    return kept, best

@@ -21,7 +21,8 @@ from equipoise.packing.dispatch import (
     topp_heap,
 )
 from equipoise.packing.dispatch_joint import joint
-from equipoise.packing.mask_areas import KeyRanges, chunk_keys
+from equipoise.packing.dispatch_search import improved
+from equipoise.packing.mask_areas import KeyRanges, chunk_keys, chunk_pairs
 from equipoise.packing.mask_kinds import causal, window_with_sinks
 from equipoise.packing.sharding_choice import received_rows
 from equipoise.packing.shards import zigzag
@@ -173,6 +174,17 @@ def test_joint_needs_at_most_half_the_rows_of_min_heap_within_five_percent_of_ba
     assert ours.tokens().max() <= ceil(1.2 * -(-cu[-1] // cp))
 
 
+@pytest.mark.parametrize("lengths", [[123_552, 4356, 2603, 561], [50_454, 12_467, *[5500] * 11]])
+def test_the_better_of_two_starts_goes_on(lengths, monkeypatch):
+    """Ranks of tails with few tokens for a giant alone, with nearly an even share for one among others."""
+    cu = np.cumsum([0, *lengths])
+    ours, alone = received_rows(joint(cu, 16)).sum(), []
+    for least in dispatch_joint.LEAST:
+        monkeypatch.setattr(dispatch_joint, "LEAST", (least,))
+        alone.append(received_rows(joint(cu, 16)).sum())
+    assert ours <= 1.01 * min(alone) and max(alone) > 1.01 * min(alone)
+
+
 def test_one_document_comes_out_as_zigzag():
     """Tail and head on the first rank, the middle on the last: the fewest rows for equal tokens and pairs."""
     ours, best = joint([0, 64000], 8, balance=1.0, slack=1.0, rounds=0), zigzag([0, 64000], 8)
@@ -193,6 +205,40 @@ def test_the_search_counts_rows_of_any_mask_as_it_does_of_causal_ones(monkeypatc
     monkeypatch.setattr(dispatch_search, "_is_nested", lambda *_: False)
     slow = joint(cu, 4, rounds=3000, slack=1.5)
     assert np.array_equal(fast.segments, slow.segments) and np.array_equal(fast.offsets, slow.offsets)
+
+
+@PROMISE
+@given(masks(largest=40, most=4), st.integers(1, 6), st.integers(0, 300), st.randoms(use_true_random=False))
+def test_the_search_knows_what_its_result_costs(drawn, cp, rounds, random):
+    """The rows that ranks receive, and fines for what is over the limits, counted anew; never more than it began with."""
+    mask, _ = drawn
+    tiles, total = mask.tiles_of_pack(), int(mask.tokens.sum())
+    if total == 0:
+        return
+    edges = np.union1d(mask.cu_seqlens, np.arange(0, total, 3))
+    document = np.searchsorted(mask.cu_seqlens, edges[:-1], side="right") - 1
+    keys, pairs = chunk_keys(tiles, edges), chunk_pairs(tiles, edges)
+    limits = {"target": int(pairs.sum()) // cp + 1, "cap": -(-total // cp) + 2}
+    rank = np.array([random.randrange(cp) for _ in pairs])
+
+    def cost(owner):
+        return improved(edges, owner, pairs, keys, document, cp, **limits, rounds=0, seed=0)[1]
+
+    found, said = improved(edges, rank, pairs, keys, document, cp, **limits, rounds=rounds, seed=1)
+    assert said == cost(found) <= cost(rank)
+    if (loads(pairs, found, cp) <= limits["target"]).all() and (
+        loads(np.diff(edges), found, cp) <= limits["cap"]
+    ).all():
+        rows = 0
+        for r in range(cp):
+            own, needed = np.zeros(total, bool), np.zeros(total, bool)
+            for chunk in np.flatnonzero(found == r):
+                own[edges[chunk] : edges[chunk + 1]] = True
+                for a, b in keys.of(chunk).tolist():  # whole chunks are counted
+                    a, b = edges[np.searchsorted(edges, a, side="right") - 1], edges[np.searchsorted(edges, b)]
+                    needed[a:b] = True
+            rows += int((needed & ~own).sum())
+        assert said == rows
 
 
 def test_what_does_not_fit_is_refused():
