@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from equipoise import BalancedLoader, MaskColumns, ThdBatch, ThdCollator, recipe, recipes
+from equipoise import BalancedLoader, MaskColumns, ThdBatch, ThdCollator, recipe, shard_attend
 from equipoise.attention.blocks import place
 from equipoise.loaders.shapes import Shapes
 from equipoise.packing.padded import padded_source, valid_tokens
@@ -338,7 +338,7 @@ def test_unplanned_input_is_refused() -> None:
 def test_packs_of_the_same_lengths_are_placed_once(monkeypatch) -> None:
     """DCP's placement takes long; a mask of its own, or other lengths, are placed for themselves."""
     placed = []
-    monkeypatch.setattr(recipes, "place", lambda *args, **options: placed.append(args) or place(*args, **options))
+    monkeypatch.setattr(shard_attend, "place", lambda *args, **options: placed.append(args) or place(*args, **options))
     rows = [{"input_ids": np.arange(8)} for _ in range(12)]
     index = MaskColumns("prefix_lm", {"lengths": np.full(12, 8), "prefix": 3}).lengths()
     for lengths, times in ((None, 1), (index, 1)):
