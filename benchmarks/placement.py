@@ -2,6 +2,8 @@
 
     python benchmarks/placement.py [--cp 8 16] [--packs 4] [--trace wlb_like] [--masks causal lambda] [--planners dispatch blocks]
     python benchmarks/placement.py --solvers [--cp 16]
+    python benchmarks/placement.py --shares [--cp 8 16] [--packs 10]
+    python benchmarks/placement.py --nodes 8 [--cp 16]
 
 128K packs (shuffled documents end to end, cut at the packs' edges), 8 query and 2 KV heads of dim 128 in bf16. Each row is a planner;
 all of its columns are means over packs:
@@ -17,6 +19,10 @@ from home with no regard to balance.
 
 --solvers: DCP's hypergraph by our search and by Mt-KaHyPar (extra `solvers`), total bytes, as it leaves it (with the balance of pairs and of
 tokens, which it knows as one limit) and repaired to the same limits; by size of the blocks and head groups.
+
+--shares: rows that joint dispatch moves over those of min-heap, which balances alone, for causal documents.
+
+--nodes: causal documents over nodes of so many ranks, rows straight from home or forwarded inside (attention/forwarding.py).
 """
 
 from __future__ import annotations
@@ -30,8 +36,11 @@ from functools import partial
 import numpy as np
 from equipoise.attention import bands
 from equipoise.attention.blocks import Blocks, block_plan, place
-from equipoise.attention.groupcast import groupcast_plan
+from equipoise.attention.forwarding import nodes_of, traffic_between
+from equipoise.attention.groupcast import Overlap, groupcast_plan
 from equipoise.attention.plan import AttentionPlan
+from equipoise.attention.ring import ring_plan
+from equipoise.attention.traffic import bytes_moved
 from equipoise.packing import mask_kinds as kinds
 from equipoise.packing.dispatch import dispatch
 from equipoise.packing.dispatch_joint import joint
@@ -56,6 +65,69 @@ MASKS: dict[str, Callable[[np.ndarray], Mask]] = {
 def dispatched(mask: Mask, cp: int, *, solver: str) -> AttentionPlan:
     shards = joint(mask, cp) if solver == "joint" else dispatch(mask, cp, solver=solver)
     return groupcast_plan(shards, tuple(range(cp)), mask=mask)
+
+
+def by_nodes(options: argparse.Namespace) -> None:
+    """Straight from home, and forwarded."""
+    per, pack = options.nodes, [np.diff(cu) for cu in packs(options.trace, options.packs)]
+    print(
+        f"{options.trace}, {len(pack)} packs of {CONTEXT} tokens, nodes of {per}; of each: straight from home, then forwarded"
+    )
+    heads = ("MB between nodes", "of largest rank", "MB inside nodes", "stages", "ms")
+    print(" " * 26 + "".join(f"{head:>19}" for head in heads))
+    for cp in options.cp:
+        ranks = tuple(range(cp))
+        nodes, rows = nodes_of(ranks, per), {}
+        for n in pack:
+            mask = kinds.causal(n)
+            for name, shards in (("min_heap", dispatch(mask, cp)), ("joint", joint(mask, cp))):
+                made = [
+                    partial(groupcast_plan, shards, ranks, overlap=Overlap(devices_per_node=x)) for x in (None, per)
+                ]
+                rows.setdefault(f"dispatch {name}", []).append([crossing(plan, nodes) for plan in made])
+            spot = place(mask, cp, options=Blocks(devices_per_node=per))
+            made = [partial(block_plan, mask, spot, ranks, devices_per_node=x) for x in (None, per)]
+            rows.setdefault("blocks by nodes", []).append([crossing(plan, nodes) for plan in made])
+        for name, values in rows.items():
+            told = np.mean(values, axis=0)
+            print(f"  cp {cp:3} {name:17}" + "".join(f"{a:11.2f}{b:8.2f}" for a, b in told.T), flush=True)
+
+
+def crossing(planner: Callable[[], AttentionPlan], nodes: np.ndarray) -> list[float]:
+    """MB between nodes in a layer's forward and backward, of all ranks and of the one that sends or receives most of them; inside
+    nodes; stages; ms."""
+    planner()  # compiled
+    begin = time.thread_time()
+    plan = planner()
+    spent = 1e3 * (time.thread_time() - begin)
+    both, whole = (
+        sum(count(*SHAPE, backward=back).sum(axis=1) for back in (False, True)) / 1e6
+        for count in (partial(bytes_moved, traffic_between(plan, nodes)), plan.bytes_moved)
+    )
+    return [both[0].sum(), both.max(), (whole - both)[0].sum(), plan.stages, spent]
+
+
+def shares(options: argparse.Namespace) -> None:
+    """Joint dispatch beside min-heap."""
+    pack = packs(options.trace, options.packs)
+    print(f"{options.trace}, {len(pack)} packs of {CONTEXT} tokens: joint dispatch's rows over min-heap's")
+    for cp in options.cp:
+        joint(pack[0], cp)  # compiled
+        rows, even, spent = [], [], []
+        for cu in pack:
+            begin = time.thread_time()
+            ours = joint(cu, cp)
+            spent.append(1e3 * (time.thread_time() - begin))
+            even.append(evenness(ours.pairs()))
+            loads = [ring_plan(x, tuple(range(cp)), forward=False).loads() for x in (ours, dispatch(cu, cp))]
+            rows.append([(x.rows_received.sum(), x.rows_received.max(), x.rows_sent.max()) for x in loads])
+        moved = np.array(rows)
+        every, means = moved[:, 0, 0].sum() / moved[:, 1, 0].sum(), np.mean(moved[:, 0] / moved[:, 1], axis=0)
+        print(
+            f"  cp {cp:3}: of all packs {every:.3f}; means of packs: {means[0]:.3f}, of the rank that "
+            f"receives most {means[1]:.3f}, that sends most {means[2]:.3f}; pairs max/mean {np.mean(even):.3f}, at most {max(even):.3f}; "
+            f"{np.mean(spent):.1f} ms"
+        )
 
 
 def placed(mask: Mask, cp: int, **options) -> AttentionPlan:
@@ -177,8 +249,10 @@ def main() -> None:
     parser.add_argument("--masks", nargs="*", default=list(MASKS), choices=MASKS)
     parser.add_argument("--planners", nargs="*", default=[""], help="beginnings of their names; none: all")
     parser.add_argument("--solvers", action="store_true", help="our search beside Mt-KaHyPar instead")
+    parser.add_argument("--shares", action="store_true", help="joint dispatch's rows beside min-heap's instead")
+    parser.add_argument("--nodes", type=int, help="bytes between nodes of so many ranks instead")
     options = parser.parse_args()
-    (solvers if options.solvers else table)(options)
+    (solvers if options.solvers else shares if options.shares else by_nodes if options.nodes else table)(options)
 
 
 if __name__ == "__main__":
