@@ -56,7 +56,7 @@ def start_server() -> None:
 class Ranks:
     """Teams of rank processes by world size."""
 
-    def __init__(self, timeout: float = 60.0) -> None:
+    def __init__(self, timeout: float = 180.0) -> None:
         self.timeout = timeout
         self._context = multiprocessing.get_context("forkserver")
         start_server()

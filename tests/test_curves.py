@@ -155,7 +155,7 @@ CASES += [("ring", 3, "qwen3"), ("chunks", 3, "qwen3"), ("ulysses", 4, "qwen3")]
 @pytest.mark.parametrize(("executor", "world", "shape"), CASES)
 def test_twenty_steps(ranks, executor, world, shape):
     checkpointing = executor == "gather"
-    curves = ranks.run(train, world, shape, EXECUTORS[executor], checkpointing, timeout=200)
+    curves = ranks.run(train, world, shape, EXECUTORS[executor], checkpointing, timeout=300)
     assert all(curve == curves[0] for curve in curves)
     losses, documents = curves[0]
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.3

@@ -53,7 +53,7 @@ def staged(rank: int, world: int, shape: str, keeps: list[int]) -> list[tuple[fl
     ("world", "shape", "keeps"), [(2, "qwen3", [1, 2, 99]), (3, "llama", [1]), (4, "qwen3", [1, 2])]
 )
 def test_stages_take_the_step_of_the_whole_model(ranks, world, shape, keeps):
-    results = ranks.run(staged, world, shape, keeps, timeout=100)
+    results = ranks.run(staged, world, shape, keeps, timeout=300)
     names = len(list(model_of(shape, "sdpa", layers=5).parameters()))
     for errors in zip(*results, strict=True):
         assert max(off for off, _ in errors) < 1e-12, errors

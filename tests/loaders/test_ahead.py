@@ -22,7 +22,7 @@ def make(rank: int, world: int, **options) -> BalancedLoader:
         "dp": world // 2,
         "cp": 2,
         "rank": rank,
-        "timeout": 20,
+        "timeout": 50,
     }
     return BalancedLoader(ROWS, recipe("vrsp", attend="none"), **{**defaults, **options})
 

@@ -29,7 +29,7 @@ BAD = 5
 
 
 def make(dataset: object, **options) -> BalancedLoader:
-    defaults = {"max_tokens_per_rank": 12, "dp": 1, "documents_per_step": 4, "timeout": 20}
+    defaults = {"max_tokens_per_rank": 12, "dp": 1, "documents_per_step": 4, "timeout": 60}
     return BalancedLoader(dataset, recipe("vrsp", attend="none"), **{**defaults, **options})
 
 
@@ -134,7 +134,7 @@ def left() -> tuple[int, set[int], int, set[str]]:
     return threading.active_count(), children, len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
 
 
-def assert_left(before: tuple, seconds: float = 5) -> None:
+def assert_left(before: tuple, seconds: float = 30) -> None:
     """No more threads, processes, descriptors or shared memory than before; what was told to end may take a moment."""
     end = time.monotonic() + seconds
     while True:
@@ -285,7 +285,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slow() -> dict:
-    RELEASE.wait(20)
+    RELEASE.wait(60)
     return row(BAD)
 
 
@@ -303,7 +303,7 @@ def test_a_slow_reader_is_an_error_in_time(num_workers: int, on_error: str) -> N
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="timed out|took more than 1 s|no micro-batch came for 1 s"):
         list(loader)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 50
     with suppress(RuntimeError):
         loader.close()
     RELEASE.set()
@@ -329,7 +329,7 @@ def test_a_slow_stream_is_an_error_in_time(num_workers: int) -> None:
 def slow_part(part: int, epoch: int):
     yield from (row(document) for document in range(2))
     if part == 1:
-        RELEASE.wait(20)
+        RELEASE.wait(60)
     yield row(2)
 
 

@@ -34,7 +34,7 @@ def tcp_store(rank: int, world: int) -> dist.Store:
 def shared(rank: int, world: int, steps: list, solver: Callable, file: str = "", processes: int = 0) -> list:
     store = dist.FileStore(file, world) if file else tcp_store(rank, world)
     share = Share(store=store, rank=rank, world=world)
-    with closing(PlanAhead(steps=3, processes=processes, share=share, timeout=20)) as planning:
+    with closing(PlanAhead(steps=3, processes=processes, share=share, timeout=60)) as planning:
         told = [content(plan) for plan, seconds in planning(steps, solver) if seconds > 0]
     dist.barrier()
     return told
@@ -77,7 +77,7 @@ def test_a_rank_that_died_is_named_with_its_step(ranks) -> None:
 class Team:
     """Ranks as threads around one store in memory."""
 
-    def __init__(self, world: int = WORLD, *, steps: int = 2, timeout: float = 20.0) -> None:
+    def __init__(self, world: int = WORLD, *, steps: int = 2, timeout: float = 60.0) -> None:
         self.store = dist.HashStore()
         self.world, self.steps, self.timeout = world, steps, timeout
         self.planning = [self.loader(rank) for rank in range(world)]
@@ -90,7 +90,7 @@ class Team:
         """each(rank, planning) in a thread per rank; what it returned, or raised."""
         with ThreadPoolExecutor(self.world) as pool:
             futures = [pool.submit(each, rank, planning) for rank, planning in enumerate(self.planning)]
-            if wait(futures, 60).not_done:
+            if wait(futures, 120).not_done:
                 self.close()
                 raise TimeoutError("a rank waits in vain")
             return [future.exception() or future.result() for future in futures]
@@ -267,7 +267,7 @@ def test_a_plan_that_is_published_just_before_its_rank_leaves_is_read() -> None:
             inner.set(keys[0].replace("left/1", "0/1"), record)
             inner.set(keys[0], "[]")
 
-    with closing(PlanAhead(steps=2, share=Share(store=Hooked(late), rank=0, world=2), timeout=20)) as planning:
+    with closing(PlanAhead(steps=2, share=Share(store=Hooked(late), rank=0, world=2), timeout=60)) as planning:
         assert [plan.step for plan, _ in planning(windows(2), GREEDY)] == [0, 1]
 
 

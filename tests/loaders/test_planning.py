@@ -30,13 +30,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[PlanAhead]:
-    with closing(PlanAhead(steps=3, processes=2, timeout=20)) as planning:
+    with closing(PlanAhead(steps=3, processes=2, timeout=60)) as planning:
         yield planning
 
 
 @pytest.fixture(params=[0, 1])
 def planning(request: pytest.FixtureRequest) -> Iterator[PlanAhead]:
-    with closing(PlanAhead(steps=2, processes=request.param, timeout=20)) as planning:
+    with closing(PlanAhead(steps=2, processes=request.param, timeout=60)) as planning:
         yield planning
 
 
@@ -85,7 +85,7 @@ def test_windows_are_drawn_in_the_callers_thread_as_far_ahead_as_asked(steps: in
             yield window
 
     here, told, ahead = threading.current_thread(), [], []
-    with closing(PlanAhead(steps=steps, processes=num_processes, timeout=20)) as planning:
+    with closing(PlanAhead(steps=steps, processes=num_processes, timeout=60)) as planning:
         for plan, seconds in planning(drawing(), GREEDY):
             ahead.append(len(drawn) - len(told))
             told.append(plan.step)
@@ -103,7 +103,7 @@ def test_a_thread_plans_while_the_caller_is_busy() -> None:
     with closing(PlanAhead(steps=3)) as planning:
         plans = planning(windows(9), solver)
         next(plans)
-        assert all(solved.acquire(timeout=20) for _ in range(3))
+        assert all(solved.acquire(timeout=60) for _ in range(3))
 
 
 def test_processes_solve_different_steps_at_once(processes: PlanAhead, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_planner_that_is_killed_is_an_error_and_is_replaced(processes: PlanAhe
 @needs_proc
 def test_a_planner_that_is_killed_while_idle_is_told_too() -> None:
     before = children()
-    with closing(PlanAhead(steps=1, processes=1, timeout=20)) as planning:
+    with closing(PlanAhead(steps=1, processes=1, timeout=60)) as planning:
         plans = planning(windows(3), GREEDY)
         next(plans)
         (pid,) = children() - before
@@ -199,7 +199,7 @@ def test_a_solver_that_hangs_is_an_error_within_the_timeout(planning: PlanAhead)
     planning._timeout = 0.5
     with pytest.raises(RuntimeError, match="step 3 of epoch 0 was not planned within 0.5 s: .* stuck or too slow"):
         list(planning(windows(6), solvers.hangs_at_step_3))
-    planning._timeout = 20.0
+    planning._timeout = 60.0
     assert len(list(planning(windows(3), GREEDY))) == 3
 
 
@@ -231,7 +231,7 @@ def test_an_iteration_that_was_closed_does_not_end_as_if_it_were_complete() -> N
 def test_nothing_is_left_of_many_constructions() -> None:
     def held() -> tuple[int, int, set[int]]:
         gc.collect()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while threading.active_count() > threads and time.monotonic() < deadline:
             time.sleep(0.01)
         return threading.active_count(), len(os.listdir("/proc/self/fd")), children()
@@ -246,7 +246,8 @@ def test_nothing_is_left_of_many_constructions() -> None:
         if turn % 2:
             planning.close()  # else collected
         del plans, planning
-    assert held() == before
+    after = held()  # of earlier tests, a thread may have ended meanwhile
+    assert after[0] <= before[0] and after[1] <= before[1] and after[2] <= before[2]
 
 
 SCRIPT = """
@@ -276,10 +277,10 @@ def test_a_script_needs_a_guard_only_if_the_solver_is_defined_in_it(tmp_path: Pa
     if sys.version_info >= (3, 11):  # before, modules of the folder one is in are found first
         (tmp_path / "numba.py").write_text("raise SystemExit('not from here')")
     unguarded = "print(len(list(PlanAhead(steps=2, processes=1)(solvers.windows(3), solvers.GREEDY))))"
-    out, err = script(tmp_path, unguarded).communicate(timeout=30)
+    out, err = script(tmp_path, unguarded).communicate(timeout=120)
     assert out.split("\n") == ["script runs as __main__", "3", ""], err
     guarded = "if __name__ == '__main__': print(len(list(PlanAhead(steps=2, processes=1)(solvers.windows(3), own))))"
-    out, err = script(tmp_path, guarded).communicate(timeout=30)
+    out, err = script(tmp_path, guarded).communicate(timeout=120)
     assert out.split("\n") == ["script runs as __main__", "script runs as __mp_main__", "3", ""], err
 
 
@@ -304,7 +305,7 @@ def test_planners_die_with_a_trainer_that_is_killed_whatever_they_are_at(tmp_pat
     assert len(pids) == 2
     program.kill()
     program.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a planner outlives its trainer"
         time.sleep(0.02)
@@ -325,7 +326,7 @@ def test_the_interpreter_ends_though_solvers_hang(tmp_path: Path) -> None:
         "for plans in kept: next(plans), next(plans), next(plans)\n"
         "time.sleep(0.3); print('done')",
     )
-    out, err = program.communicate(timeout=20)
+    out, err = program.communicate(timeout=120)
     assert out.endswith("done\n") and program.returncode == 0 and not err, err
 
 

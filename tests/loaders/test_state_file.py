@@ -216,7 +216,7 @@ def test_a_save_that_is_killed_leaves_the_old_state_or_the_new(tmp_path: Path, m
 def saved(rank: int, world: int, folder: str) -> tuple:
     """Both ranks save behind each micro-batch; how often this one wrote, and what both then read."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    loader, path = make(dp=world, rank=rank, timeout=20), Path(folder) / "state.json"
+    loader, path = make(dp=world, rank=rank, timeout=60), Path(folder) / "state.json"
     real, replaced = os.replace, []
     os.replace = lambda *args: (replaced.append(args), real(*args))  # type: ignore[assignment]
     try:
@@ -231,7 +231,7 @@ def saved(rank: int, world: int, folder: str) -> tuple:
     loader.close()
     dist.barrier()
     read, state = read_state(path), loader.state_dict()
-    again = make(dp=world, rank=rank, timeout=20)
+    again = make(dp=world, rank=rank, timeout=60)
     again.load(path)
     rest = [(b.step, b.slot) for b in again]
     again.close()

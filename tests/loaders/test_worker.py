@@ -33,23 +33,27 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_workers_of_either_kind_end_with_a_trainer_that_is_killed(tmp_path: Path, method: str) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(PROGRAM.format(method=method))
-    program = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+def test_workers_of_either_kind_end_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    programs = {
+        method: _started(tmp_path, method) for method in ("fork", "forkserver")
+    }  # side by side: they import torch
     try:
-        assert program.stdout is not None
-        workers = program.stdout.readline().split()
-        assert len(workers) == 2 and all(map(_alive, workers))
+        workers = {method: program.stdout.readline().split() for method, program in programs.items()}  # type: ignore[union-attr]
+        assert all(len(each) == 2 and all(map(_alive, each)) for each in workers.values())
     finally:
-        program.kill()
-        program.wait()
-    end = time.monotonic() + 20
-    while any(map(_alive, workers)):
-        assert time.monotonic() < end, f"a worker outlives its trainer, started by {method}"
+        for program in programs.values():
+            program.kill()
+            program.communicate()
+    end = time.monotonic() + 60
+    while any(_alive(pid) for each in workers.values() for pid in each):
+        assert time.monotonic() < end, f"a worker outlives its trainer: {workers}"
         time.sleep(0.05)
-    program.stdout.close()
+
+
+def _started(folder: Path, method: str) -> subprocess.Popen[str]:
+    path = folder / f"{method}.py"
+    path.write_text(PROGRAM.format(method=method))
+    return subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
 def _alive(pid: str) -> bool:
