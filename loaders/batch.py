@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import njit
 
 from .layout import IGNORE, LAID_OUT, lay_out, masked
 
@@ -60,6 +61,9 @@ FIELDS = {
     "planning_seconds": "what planning the step took",
     "resume": "state behind this micro-batch",
 }
+
+LARGE = 1024
+"""Values from which on it pays to look how many bytes hold each."""
 
 
 class ThdBatch(Mapping[str, Any]):
@@ -110,7 +114,7 @@ class ThdBatch(Mapping[str, Any]):
 
     def __reduce__(self) -> tuple:
         """Pickled small: what follows from ``segments`` is made again on arrival; CPU tensors are one block of bytes, whole
-        numbers in as few bytes as hold them.
+        numbers of large ones in as few bytes as hold them.
 
         Two to four bytes a token then go through a worker's pipe. A dozen tensors in shared memory would be 36, and each costs
         a handshake with a thread of the worker that waits for its interpreter lock.
@@ -249,20 +253,33 @@ def _packs(value: Any) -> bool:
 
 
 def _narrowed(tensor: torch.Tensor) -> np.ndarray:
-    """The values as they are, or in the smallest of uint16, int32 and int64 that holds them all."""
+    """The values as they are, or of a large tensor in the smallest of uint16, int32 and int64 that holds them all."""
     values = np.ascontiguousarray(tensor.numpy())
-    if values.dtype != np.int64 or not values.size:
+    if values.dtype != np.int64 or values.size < LARGE:
         return values
-    low, high = values.min(), values.max()
-    if low >= 0 and high < 1 << 16:
-        return values.astype(np.uint16)
-    return values.astype(np.int32) if -(1 << 31) <= low and high < 1 << 31 else values
+    flat = values.reshape(-1)
+    for kind in (np.uint16, np.int32):
+        narrow = np.empty(len(flat), kind)
+        if _fits(flat, narrow):
+            return narrow.reshape(values.shape)
+    return values
+
+
+@njit(nogil=True, cache=True)
+def _fits(values, narrow):
+    """Copy, and tell whether every value is what was copied."""
+    changed = 0
+    for at in range(len(values)):
+        narrow[at] = values[at]
+        changed |= values[at] ^ np.int64(narrow[at])
+    return changed == 0
 
 
 def _unpacked(block: np.ndarray, entries: list, fields: dict[str, Any], derived: frozenset[str]) -> ThdBatch:
     at = 0
     for name, narrow, dtype, shape in entries:
         size = math.prod(shape) * narrow.itemsize
-        fields[name] = torch.from_numpy(block[at : at + size].view(narrow)).to(dtype).view(shape)
+        values = torch.from_numpy(block[at : at + size].view(narrow))
+        fields[name] = (values if values.dtype is dtype else values.to(dtype)).view(shape)
         at += size
     return ThdBatch.laid_out(fields) if derived else ThdBatch(fields)

@@ -12,6 +12,8 @@ documents it was given; workers end when they are told to, also those of an iter
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from .ahead import Gate
 
 _TURN = 1.0  # seconds
+_PIPE_BYTES = 512 << 10  # what one user's pipes may hold together is bounded
 _TOLD = 16  # documents that an error names
 
 
@@ -54,6 +57,7 @@ class Fetch:
     ) -> None:
         self._given = _Given(sampler)
         self._timeout, self._num_workers = timeout, num_workers
+        self._dataset, self._collator, self._pinned = dataset, collator, pin_memory
         self._loader: Any = DataLoader(
             dataset,
             batch_sampler=self._given,  # type: ignore[arg-type]  # torch asks for nothing but its iterator
@@ -71,6 +75,8 @@ class Fetch:
 
         Raises RuntimeError for a worker that was killed or is too slow.
         """
+        if not (self._num_workers or self._pinned):  # what torch's loop would do then
+            return self._batches((self._collator(self._dataset.__getitems__(specs)) for specs in self._given), gate)
         try:
             source = iter(self._loader)
         except RuntimeError as error:
@@ -78,6 +84,8 @@ class Fetch:
                 raise
             self.close()  # those that stayed are dead, or still at what an iteration that was left had asked for
             source = iter(self._loader)
+        if self._num_workers:
+            _widen_pipe(source._worker_result_queue)
         return self._batches(source, gate)
 
     def _batches(self, source: Iterator[ThdBatch], gate: Gate) -> Iterator[ThdBatch]:
@@ -118,6 +126,13 @@ class Fetch:
         source, self._loader._iterator = self._loader._iterator, None
         if source is not None:
             source._shutdown_workers()  # what ``del`` does, but others may hold it
+
+
+def _widen_pipe(results: Any) -> None:
+    """Room for whole micro-batches, where the system allows: else workers write each in turns with whoever reads it."""
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        with contextlib.suppress(OSError, AttributeError):
+            fcntl.fcntl(results._reader.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 def is_of_workers(error: RuntimeError) -> bool:

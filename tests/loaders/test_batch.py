@@ -32,6 +32,24 @@ def test_it_is_a_read_only_mapping_with_attributes() -> None:
         assert torch.equal(twin.input_ids, batch.input_ids) and twin.state() == batch.state()
 
 
+@pytest.mark.parametrize(
+    ("largest", "size"), [((1 << 16) - 1, 2), (1 << 16, 4), ((1 << 31) - 1, 4), (1 << 31, 8), ((1 << 63) - 1, 8)]
+)
+def test_a_pickle_holds_a_token_in_as_few_bytes_as_its_largest_needs(largest: int, size: int) -> None:
+    ids = np.arange(4000)
+    ids[17] = largest
+    (batch,) = BalancedLoader(
+        [ids], recipe("static", attend="none"), max_tokens_per_rank=4000, dp=1, documents_per_step=1
+    )
+    sent = pickle.dumps(batch)
+    assert size * 4000 < len(sent) < size * 4000 + 4000
+    twin = pickle.loads(sent)
+    for name in ("input_ids", "labels", "position_ids", "shard_index", "doc_ids", "segments", "behind", "documents"):
+        assert torch.equal(twin[name], batch[name]) and twin[name].dtype == batch[name].dtype, name
+    held = batch.replace(labels=torch.where(batch.labels % 2 == 0, -100, batch.labels))
+    assert torch.equal(pickle.loads(pickle.dumps(held)).labels, held.labels)
+
+
 def test_rebuilding_entry_by_entry_gives_a_batch_again() -> None:
     """torch's pin_memory and accelerate's send_to_device rebuild a mapping as ``type(data)({…})``."""
     batch = batches()[0]
