@@ -134,7 +134,7 @@ def test_leaving_out_or_doubling_anything_is_refused(shards, name, double, index
         ("moves", -1, 0, 1, "does not have row"),
         ("moves", 0, 2, 1, "No such move"),
         ("moves", 0, 3, 7, "No such move"),
-        ("returns", 0, 3, 2, "not its home"),
+        ("returns", -1, 3, 0, "not its home and sends it on"),
         ("returns", -1, 0, 1, "last in stage 2 and returns its gradient in stage 1"),
         ("home", 0, 1, 1, "held by no rank"),
         ("home", 0, 1, 23, "holds too"),
