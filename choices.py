@@ -255,9 +255,8 @@ class Recipe:
         """What ``shards`` and then ``attention`` give; ``blocks`` decides both at once."""
         if self.attend == "blocks":
             known, placed = placed_blocks(cu_seqlens, len(ranks), max_tokens, mask, self.blocks)
-            return placed.shards, block_plan(
-                known, placed, ranks, rank=cp_rank, devices_per_node=self.blocks and self.blocks.devices_per_node
-            )
+            per_node = None if self.blocks is None else self.blocks.devices_per_node
+            return placed.shards, block_plan(known, placed, ranks, rank=cp_rank, devices_per_node=per_node)
         shards = self.shards(cu_seqlens, len(ranks), decision, max_tokens, mask=mask)
         return shards, self.attention(shards, ranks, cp_rank, mask=mask)
 
