@@ -28,8 +28,9 @@ from functools import partial
 
 import numpy as np
 
+from ..packing.efficiency import WHOLE, efficiency
 from ..packing.mask_areas import blocks as cut_along
-from ..packing.mask_areas import chunk_keys
+from ..packing.mask_areas import chunk_keys, chunk_pairs
 from ..packing.mask_kinds import causal, sliding_window
 from ..packing.masks import Mask
 from ..packing.shards import Shards
@@ -51,7 +52,9 @@ class Tap:
     block: int = 2048
     """Queries that migrate together, at most: few balance better, many make better kernels and share more keys."""
     tolerance: float = 1.05
-    """No rank exceeds so many times the mean of pairs, as far as blocks allow; 1 and up."""
+    """No rank exceeds so many times the mean, as far as blocks allow; 1 and up."""
+    by: str = "pairs"
+    """What is balanced: `pairs`, or the `seconds` that kernels take for them (`packing/efficiency.py`)."""
     kv_cost: int = KV_COST
     """What a row of keys and values costs to move and to bring back, in the unit of `q_cost`."""
     q_cost: int = Q_COST
@@ -65,6 +68,8 @@ class Tap:
                 f"A pool has at least one head group, blocks of at least one query, a tolerance of at least 1 and no negative "
                 f"costs; got {self}."
             )
+        if self.by not in ("pairs", "seconds"):
+            raise ValueError(f"by says what a pool balances, 'pairs' or 'seconds'; got {self.by!r}.")
 
     def plan(
         self, shards: Sequence[Shards], ranks: tuple[int, ...], rank: int | None, masks: Sequence[Mask] | None = None
@@ -76,7 +81,7 @@ class Tap:
         offsets, home = _homes(shards)
         tokens = int(mask.tokens.sum())
         runs = _runs(offsets, home)
-        edges, blocks = _blocks(runs, mask, tokens, self.block)
+        edges, blocks = _blocks(runs, mask, tokens, self.block, self.by)
         total, G = self.head_groups * int(blocks.pairs.sum()), self.head_groups
         cap = round(1000 * self.tolerance) * total // (1000 * len(ranks))
         costs = {"kv_cost": self.kv_cost, "q_cost": self.q_cost}
@@ -106,6 +111,7 @@ def tap_plan(
     head_groups: int = 1,
     block: int = 2048,
     tolerance: float = 1.05,
+    by: str = "pairs",
     kv_cost: int = KV_COST,
     q_cost: int = Q_COST,
     heads_first: bool = False,
@@ -122,6 +128,7 @@ def tap_plan(
         head_groups=head_groups,
         block=block,
         tolerance=tolerance,
+        by=by,
         kv_cost=kv_cost,
         q_cost=q_cost,
         heads_first=heads_first,
@@ -166,16 +173,30 @@ def _runs(offsets: Int64, home: Int64) -> Int64:
     return np.column_stack([held[begins, 0], stops[: len(begins)], held[begins, 2]])
 
 
-def _blocks(runs: Int64, mask: Mask, tokens: int, block: int) -> tuple[Int64, Blocks]:
+def _blocks(runs: Int64, mask: Mask, tokens: int, block: int, by: str) -> tuple[Int64, Blocks]:
     """Runs cut into as few blocks of at most `block` queries as may be, equally long: (edges, blocks)."""
     length = runs[:, 1] - runs[:, 0]
     count = -(-length // block)
     nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     start = np.repeat(runs[:, 0], count) + nth * np.repeat(length, count) // np.repeat(count, count)
     edges = np.append(start, tokens)
-    before = np.concatenate([[0], np.cumsum(mask.row_pairs())])
-    keys = chunk_keys(mask.tiles_of_pack(), edges)
-    return edges, Blocks.of(edges, np.repeat(runs[:, 2], count), np.diff(before[edges]), keys)
+    tiles = mask.tiles_of_pack()
+    if by == "pairs":
+        work = chunk_pairs(tiles, edges)
+    else:
+        (chunk, _), pieces = (x if x.shape[1] == 6 else x.T for x in cut_along(tiles, edges, [0, tokens]))
+        work = np.zeros(len(edges) - 1, np.int64)
+        np.add.at(work, chunk, kernel_work(pieces))
+    return edges, Blocks.of(edges, np.repeat(runs[:, 2], count), work, chunk_keys(tiles, edges))
+
+
+def kernel_work(tiles: Int64) -> Int64:
+    """How long kernels take for each tile (int64[m, 6], of one document each), int64[m], in pairs of long documents."""
+    q0, q1, k0, k1, lo, hi = tiles.T
+    rows = np.minimum(q1, k1 + hi) - np.maximum(q0, k0 + lo)
+    keys = np.minimum(k1, q1 - lo) - np.maximum(k0, q0 - hi)
+    speed = efficiency(np.maximum(rows, 1), np.maximum(keys, 1)) / WHOLE[-1]
+    return np.ceil(bands.pairs(tiles) / speed).astype(np.int64)
 
 
 def _tiles(edges: Int64, home: Int64, owner: Int64, runs: Int64, mask: Int64, tokens: int) -> Int64:

@@ -5,7 +5,8 @@
 Packs of `context` tokens (shuffled documents end to end, cut at the packs' edges), 128 a step, in pools chosen by VRSP, each pack
 cut contiguously over its CP group; causal within documents; 32 query and 8 KV heads of 128, bf16. Bytes are those of a layer's
 forward and backward, received rows kept, in MB: of all ranks together, and of the rank with most, sent or received; Q counts O.
-Rows without an order are the pool as it is. Means over pools; planning is all ranks' plan, median, kernels compiled before.
+max/mean is of pairs (mean and worst pool) and of the seconds that kernels take for them by the efficiency table; `--by` says which is
+balanced. Rows without an order are the pool as it is. Means over pools; planning is all ranks' plan, median, kernels compiled before.
 
     python benchmarks/tiles.py --odd 40 [--context 262144] [--groups 8x8 64x1]
 
@@ -20,7 +21,7 @@ import time
 
 import numpy as np
 from equipoise.attention.plan import AttentionPlan
-from equipoise.attention.tiles import tap_plan
+from equipoise.attention.tiles import kernel_work, tap_plan
 from equipoise.attention.traffic import evenness
 from equipoise.packing.cost import causal_pairs
 from equipoise.packing.shards import contiguous
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--head-groups", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--blocks", nargs="+", type=int, default=[2048, 8192])
     parser.add_argument("--tolerance", type=float, default=1.05)
+    parser.add_argument("--by", default="pairs", choices=("pairs", "seconds"))
     parser.add_argument("--odd", type=int, default=0)
     options = parser.parse_args()
     if options.odd:
@@ -106,7 +108,9 @@ def main() -> None:
     packs = packs_of(options.trace, options.context)
     cost = np.array([int(causal_pairs(np.zeros(len(cu) - 1, np.int64), np.diff(cu)).sum()) for cu in packs])
     print(f"{options.trace}, {options.context} tokens a pack, tolerance {options.tolerance}")
-    print("groups x cp  heads  block  first   max/mean  worst  MB all: KV      Q   MB most: KV     Q   tiles  ms")
+    print(
+        "groups x cp  heads  block  first   max/mean  worst  seconds  MB all: KV      Q   MB most: KV     Q   tiles  ms"
+    )
     for shape in options.groups:
         count, cp = map(int, shape.split("x"))
         member = pools(cost, count)
@@ -116,9 +120,9 @@ def main() -> None:
             (g, b, h, options.tolerance) for g in options.head_groups for b in options.blocks for h in (True, False)
         ]
         for groups, block, heads_first, tolerance in variants:
-            found, even, many, seconds = [], [], [], []
+            found, even, timed, many, seconds = [], [], [], [], []
             for pool in chosen:
-                begin = time.perf_counter()
+                begin = time.thread_time()
                 plan = tap_plan(
                     pool,
                     tuple(range(count * cp)),
@@ -126,16 +130,19 @@ def main() -> None:
                     block=block,
                     tolerance=tolerance,
                     heads_first=heads_first,
+                    by=options.by,
                 )
-                seconds.append(time.perf_counter() - begin)
+                seconds.append(time.thread_time() - begin)
                 found.append(moved(plan))
+                work = np.bincount(plan.tiles[:, 0], kernel_work(plan.tiles[:, 2:]), minlength=count * cp)
+                timed.append(evenness(work))
                 even.append(evenness(plan.loads().pairs))
                 many.append(len(plan.tiles))
             all_mb = np.mean([x[1].sum(1) for x in found], axis=0) / 1e6
             most_mb = np.mean([x[:, :, x.sum(1).max(0).argmax()].max(0) for x in found], axis=0) / 1e6
             order = "-" if tolerance > options.tolerance else "heads" if heads_first else "bytes"
             print(
-                f"{shape:>10} {groups:6} {block:6}  {order:6} {np.mean(even):8.3f} {max(even):7.3f} {all_mb[0]:10.0f} {all_mb[1]:6.0f} "
+                f"{shape:>10} {groups:6} {block:6}  {order:6} {np.mean(even):8.3f} {max(even):7.3f} {np.mean(timed):8.3f} {all_mb[0]:10.0f} {all_mb[1]:6.0f} "
                 f"{most_mb[0]:10.0f} {most_mb[1]:6.0f} {np.mean(many):7.0f} {1000 * np.median(seconds):5.0f}"
             )
 

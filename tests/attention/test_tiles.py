@@ -18,7 +18,10 @@ from equipoise.attention import tiles as module
 from equipoise.attention.executor import attend
 from equipoise.attention.groups import CpGroups
 from equipoise.attention.plan import KV, AttentionPlan, Q
-from equipoise.attention.tiles import tap_plan
+from equipoise.attention.routing import NO_LIMIT
+from equipoise.attention.tiles import kernel_work, tap_plan
+from equipoise.attention.traffic import evenness
+from equipoise.packing.efficiency import efficiency
 from equipoise.packing.mask_areas import chunk_pairs
 from equipoise.packing.mask_kinds import causal
 from equipoise.packing.masks import Mask
@@ -205,6 +208,32 @@ def test_whole_heads_go_first_and_move_more_queries_for_fewer_keys():
     assert heads.loads().rows_received.sum() <= cheapest.loads().rows_received.sum()
 
 
+def test_kernel_seconds_are_balanced_on_request():
+    """Of as many pairs, documents of 64 tokens take nine times as long as long ones."""
+    pool = Pool(
+        packs=((64,) * 2048, (2048,) * 8, (4096,) * 4, ()), sizes=(1,) * 4, head_groups=8, block=2048, tolerance=1.02
+    )
+    even = {}
+    for by in ("pairs", "seconds"):
+        plan = pool.plan(by=by)
+        plan.check(pool.cu_seqlens)
+        seconds = np.bincount(plan.tiles[:, 0], kernel_work(plan.tiles[:, 2:]), minlength=4)
+        even[by] = evenness(plan.loads().pairs), seconds.max() / seconds.mean()
+    assert even["pairs"][0] <= 1.02 < 1.15 < even["pairs"][1]
+    assert even["seconds"][1] <= 1.06 < 1.1 < even["seconds"][0]
+
+
+def test_kernel_work_is_pairs_over_the_share_of_the_best_speed():
+    """Whole documents, an eighth of one, half a window without a causal edge; what a tile has no pairs for is not counted."""
+    causal_of = lambda n: [0, n, 0, n, 0, NO_LIMIT]  # noqa: E731
+    work = kernel_work(
+        np.array([causal_of(16384), causal_of(64), [3584, 4096, 0, 4096, 0, NO_LIMIT], [0, 900, 0, 32, 0, 31]])
+    )
+    pairs = np.array([16384 * 16385 // 2, 64 * 65 // 2, 512 * 4096 - 512 * 511 // 2, 32 * 32])
+    speed = np.array([370, 40, 324, float(efficiency(63, 32))])
+    assert np.array_equal(work, np.ceil(pairs / (speed / 370)))
+
+
 def test_of_very_many_blocks_those_with_the_most_pairs_may_move(monkeypatch):
     pool = Pool(packs=((64, 32), (1,) * 64), sizes=(2, 1), block=4, head_groups=2, tolerance=1.0)
     monkeypatch.setattr(migration, "MOST", 3)
@@ -246,6 +275,7 @@ def test_a_rank_that_has_the_keys_already_is_preferred():
         ({"head_groups": 0}, "head_groups=0"),
         ({"block": 0}, "block=0"),
         ({"tolerance": 0.9}, "tolerance=0.9"),
+        ({"by": "tokens"}, "'pairs' or 'seconds'; got 'tokens'"),
         ({"tolerance": float("nan")}, "tolerance=nan"),
         ({"shards": []}, "CP groups, of"),
     ],
