@@ -49,8 +49,10 @@ class Tap:
 
     head_groups: int = 1
     """Groups of heads that migrate each for itself, and come in turn; must divide the KV heads."""
-    block: int = 2048
-    """Queries that migrate together, at most: few balance better, many make better kernels and share more keys."""
+    block: int = 512
+    """Queries that migrate together, at most: fewer balance better. Kernels need 128 and more, and what goes where a neighbour went
+    joins it, so that 512 move no more bytes than 2048 and reach 1.05 on 8 x cp 8 packs of 256K, which in one head group
+    2048 miss (1.24): see `benchmarks/tiles.py`."""
     tolerance: float = 1.05
     """No rank exceeds so many times the mean, as far as blocks allow; 1 and up."""
     by: str = "pairs"
@@ -109,7 +111,7 @@ def tap_plan(
     *,
     masks: Sequence[Mask] | None = None,
     head_groups: int = 1,
-    block: int = 2048,
+    block: int = 512,
     tolerance: float = 1.05,
     by: str = "pairs",
     kv_cost: int = KV_COST,

@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--pools", type=int, default=4)
     parser.add_argument("--groups", nargs="+", default=["8x1", "4x2", "4x8"])
     parser.add_argument("--head-groups", nargs="+", type=int, default=[1, 4, 8])
-    parser.add_argument("--blocks", nargs="+", type=int, default=[2048, 8192])
+    parser.add_argument("--blocks", nargs="+", type=int, default=[512, 2048])
     parser.add_argument("--tolerance", type=float, default=1.05)
     parser.add_argument("--by", default="pairs", choices=("pairs", "seconds"))
     parser.add_argument("--odd", type=int, default=0)
