@@ -19,7 +19,7 @@ from equipoise.attention.executor import attend
 from equipoise.attention.groups import CpGroups
 from equipoise.attention.plan import KV, AttentionPlan, Q
 from equipoise.attention.routing import NO_LIMIT
-from equipoise.attention.tiles import kernel_work, tap_plan
+from equipoise.attention.tiles import KV_COST, Q_COST, Tap, kernel_work, tap_plan
 from equipoise.attention.traffic import evenness
 from equipoise.packing.efficiency import efficiency
 from equipoise.packing.mask_areas import chunk_pairs
@@ -206,6 +206,12 @@ def test_whole_heads_go_first_and_move_more_queries_for_fewer_keys():
     assert not whole[1].any()
     assert heads.loads().q_rows_received.sum() > cheapest.loads().q_rows_received.sum()
     assert heads.loads().rows_received.sum() <= cheapest.loads().rows_received.sum()
+    cost = [
+        KV_COST * plan.loads().rows_received.sum() + Q_COST * plan.loads().q_rows_received.sum()
+        for plan in (heads, cheapest)
+    ]
+    assert cost[1] < cost[0], "which is why it is not the default"
+    assert not Tap().heads_first
 
 
 def test_kernel_seconds_are_balanced_on_request():
