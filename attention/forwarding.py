@@ -84,8 +84,8 @@ def forwarded(
 def traffic_between(plan: AttentionPlan, nodes: npt.ArrayLike) -> Traffic:
     """What of a plan of all ranks goes from one node to another. nodes: int[P], the node of each rank."""
     node = np.asarray(nodes, np.int64)
-    crossing = [routes[node[routes[:, 2]] != node[routes[:, 3]]] for routes in (plan.moves, plan.returns)]
-    return listed_traffic(*crossing, plan.stages, len(plan.ranks))
+    moves, returns = (routes[node[routes[:, 2]] != node[routes[:, 3]]] for routes in (plan.moves, plan.returns))
+    return listed_traffic(moves, returns, plan.stages, len(plan.ranks))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
