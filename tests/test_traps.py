@@ -564,12 +564,12 @@ PERMUTED = "from equipoise.samplers.order import permute; print(permute(0, 50, 5
 
 
 def test_b18_processes_that_start_together_share_an_empty_cache(tmp_path: Path) -> None:
-    """Four compile the same kernel at once; a process that is forked after it was used uses it too."""
+    """Two compile the same kernel at once; a process that is forked after it was used uses it too."""
     command, environment = [sys.executable, "-c", PERMUTED], {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    started = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    started = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     told = [process.communicate(timeout=120)[0] for process in started]
     here = permute(0, 50, 50, 3).tolist()
-    assert told == [f"{here}\n"] * 4 and list(tmp_path.iterdir())
+    assert told == [f"{here}\n"] * 2 and list(tmp_path.iterdir())
     child = os.fork()
     if not child:
         os._exit(int(permute(0, 50, 50, 3).tolist() != here))
