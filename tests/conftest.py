@@ -34,11 +34,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    marked = [item for item in session.items if item.get_closest_marker("script")]
+    marked = [item for item in session.items if item.get_closest_marker("script") and not is_skipped(item)]
     for number, item in enumerate(marked):
         item.stash[NUMBER] = number
     if marked and not session.config.option.collectonly:
         session.stash[SCRIPTS] = Scripts([item.get_closest_marker("script").args for item in marked])  # type: ignore[union-attr]
+
+
+def is_skipped(item: pytest.Item) -> bool:
+    """By the condition of a mark."""
+    return any(mark.args[0] for mark in item.iter_markers("skipif"))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -50,11 +50,13 @@ class Scripts:
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def result(self, number: int, *, status: int = 0, timeout: float = 1200) -> Ran:
-        """Wait until a script has ended. Raises AssertionError for another status, TimeoutError."""
+        """Wait until a script has ended. Raises AssertionError for another status, TimeoutError, RuntimeError."""
         told, end = self._file(number, ".json"), time.monotonic() + timeout
         while not told.exists():
-            if self._process.poll() is not None or time.monotonic() > end:
+            if time.monotonic() > end:
                 raise TimeoutError(f"{shlex.join(self._commands[number])} has not ended in {timeout} s")
+            if self._process.poll() is not None and not told.exists():
+                raise RuntimeError(f"what runs scripts ended with {self._process.returncode}")
             time.sleep(0.05)
         ended, printed, errors = json.loads(told.read_text())
         assert ended == status, (
