@@ -23,7 +23,7 @@ Cost: the blocks of all packs are planned together, on each rank alike; see `ben
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -38,9 +38,11 @@ from . import bands
 from .migration import Blocks, placed
 from .plan import AttentionPlan, Int64
 from .routing import direct, part_of
+from .traffic import KV, Q, bytes_moved, listed_traffic
 
 KV_COST, Q_COST = 2, 9
-"""Bytes of a row of KV and of Q, there and back, in forward and backward, in proportion: bf16, four query heads to a KV head."""
+"""Bytes of a row of KV and of Q, there and back, in forward and backward, in proportion: bf16, four query heads to a KV head. What
+is said where the plan does not know its model; `Tap.for_heads` says it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class Tap:
     by: str = "pairs"
     """What is balanced: `pairs`, or the `seconds` that kernels take for them (`packing/efficiency.py`)."""
     kv_cost: int = KV_COST
-    """What a row of keys and values costs to move and to bring back, in the unit of `q_cost`."""
+    """What a row of keys and values costs to move and to bring back, in the unit of `q_cost`; see `for_heads`."""
     q_cost: int = Q_COST
     heads_first: bool = False
     """As much of a document in one head group as may move does at once, as Libra has it; False: as many blocks of it as are
@@ -74,6 +76,39 @@ class Tap:
             )
         if self.by not in ("pairs", "seconds"):
             raise ValueError(f"by says what a pool balances, 'pairs' or 'seconds'; got {self.by!r}.")
+
+    def for_heads(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        itemsize: int = 2,
+        *,
+        value_dim: int | None = None,
+        keep: bool = True,
+    ) -> Tap:
+        """The same, with costs that are the bytes of a row of this attention: of KV there and dK, dV back, of Q, dO, O and LSE there and
+        (O, LSE) and dQ back (`traffic.bytes_moved`); itemsize: bytes of a value; value_dim, keep: as there.
+
+        Raises ValueError where head groups do not divide the KV heads.
+
+            >>> costs = [Tap().for_heads(heads, 8, 128) for heads in (8, 32, 64)]
+            >>> [round(tap.q_cost / tap.kv_cost, 2) for tap in costs]                 # MHA; four, and eight query heads to a KV head
+            [1.17, 4.69, 9.38]
+        """
+        if kv_heads % self.head_groups or heads % kv_heads:
+            raise ValueError(
+                f"head_groups must divide the KV heads, and these the query heads; got head_groups={self.head_groups}, "
+                f"{kv_heads} and {heads}."
+            )
+        there, back = (
+            np.array([[1, KV, 0, 1, 0, 1], [1, Q, 0, 1, 0, 1]]),
+            np.array([[1, KV, 1, 0, 0, 1], [1, Q, 1, 0, 0, 1]]),
+        )
+        row, shape = listed_traffic(there, back, 2, 2), (heads, kv_heads, head_dim, itemsize, value_dim)
+        moved = sum(bytes_moved(row, *shape, backward=backward, keep=keep)[0].sum(1) for backward in (False, True))
+        kv_cost, q_cost = (moved // self.head_groups).tolist()
+        return replace(self, kv_cost=kv_cost, q_cost=q_cost)
 
     def plan(
         self, shards: Sequence[Shards], ranks: tuple[int, ...], rank: int | None, masks: Sequence[Mask] | None = None

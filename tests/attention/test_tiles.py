@@ -187,6 +187,35 @@ def test_one_giant_among_eight_packs_is_shared_by_all():
             assert set(plan.moves[:, 2].tolist()) == {0}, "keys and queries come from the rank with the giant alone"
 
 
+@pytest.mark.parametrize("heads", [(8, 8, 64, 2), (32, 8, 128, 2), (16, 4, 96, 4), (64, 4, 128, 2, 64)])
+@pytest.mark.parametrize("keep", [True, False])
+def test_costs_of_rows_are_the_bytes_that_a_plan_moves(heads, keep):
+    shape, values = heads[:4], heads[4] if len(heads) > 4 else None
+    tap = Tap(head_groups=4, block=8).for_heads(*shape, value_dim=values, keep=keep)
+    plan = Pool(packs=((128, 9), (4,) * 16, ()), sizes=(2, 1, 1), block=8, head_groups=4).plan(
+        kv_cost=tap.kv_cost, q_cost=tap.q_cost
+    )
+    moved = sum(plan.bytes_moved(*shape, value_dim=values, backward=back, keep=keep) for back in (False, True))
+    loads = plan.loads()
+    assert loads.q_rows_sent.sum() > 0
+    assert moved[0].sum(1).tolist() == [tap.kv_cost * loads.rows_sent.sum(), tap.q_cost * loads.q_rows_sent.sum()]
+
+
+def test_the_costs_of_a_model_decide_what_moves():
+    """With 32 query heads to a KV head a query weighs 37 keys: those go whose keys are many, whatever must follow them."""
+    assert Tap().q_cost / Tap().kv_cost == pytest.approx(14 * 4 / 12, rel=0.05), (
+        "the default: four query heads to a KV head"
+    )
+    pool, moved = Pool(packs=((96,), (48, 48), (4,) * 24), sizes=(1, 1, 2), head_groups=2, block=4), {}
+    for name, heads in (("few", 2), ("many", 64)):
+        tap = Tap(head_groups=2).for_heads(heads, 2, 128)
+        loads = pool.plan(kv_cost=tap.kv_cost, q_cost=tap.q_cost).loads()
+        moved[name] = int(loads.q_rows_received.sum()), int(loads.rows_received.sum())
+    assert moved["many"][0] < moved["few"][0] and moved["many"][1] > moved["few"][1]
+    with pytest.raises(ValueError, match="head_groups=4, 2 and 8"):
+        Tap(head_groups=4).for_heads(8, 2, 64)
+
+
 def test_head_groups_are_stages_and_each_arrives_while_the_one_before_is_computed():
     plan = Pool(packs=((64,), (4,) * 16), sizes=(1, 1), head_groups=4, block=8).plan()
     group = plan.moves[:, 4] // plan.tokens
