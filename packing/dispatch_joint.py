@@ -17,6 +17,10 @@ few ranks, and short ones not at all:
 On 128K packs of the traces of benchmarks/traffic.py, 10 each: rows 0.32–0.50 of min-heap's with 8 chunks a rank (and 0.27–0.35
 of them in the mean pack), pairs max/mean below 1.05. All numbers are integers, so that all ranks find the same.
 
+The largest sender is hardly relieved: where a long document is cut, the fewest rows travel if one rank holds its head and nothing
+behind it, and everybody else needs that: cp - 1 times up to `slack` x an even share, which min-heap has at 1.0. A rank that is to
+send less has to receive more, which is what `packing/partition.py` weighs ("largest").
+
 Cost: 10–20 ms for 128K tokens on 16 ranks, most of it step 2, `rounds` x 0.25 µs.
 
     >>> from equipoise.packing.dispatch import dispatch
