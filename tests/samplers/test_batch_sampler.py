@@ -118,3 +118,10 @@ def test_options_are_refused_with_the_rule() -> None:
         make(too_long="cut")
     with pytest.raises(IndexError, match="epoch 0 has 7 steps, no step 7"):
         make().plan(7)
+
+
+def test_options_reach_admission_and_micro_batches() -> None:
+    """An incomplete step is left out where it is to be; a truncated document ends, for labels too, where it was cut."""
+    assert [make(last=last).steps_per_epoch for last in ("partial", "drop", "carry")] == [7, 6, 6]
+    for too_long, stop in (("truncate", 32), ("split", 0)):
+        assert {batch.document_stop for (batch,) in make(max_tokens_per_rank=32, too_long=too_long)} == {stop}
