@@ -166,7 +166,7 @@ RECIPES = [
 @pytest.mark.parametrize(("name", "options"), RECIPES)
 def test_recipes_forward(name, options):
     """magi and dcp, over ranks that are whole nodes and over such that are not."""
-    cu = np.cumsum([0, 90, 31, 60])
+    cu = np.cumsum([0, 700, 31, 60])
     for ranks in ((0, 1, 2, 3), (3, 4, 5, 6)):
         parts = [recipe(name, **options).laid_out(cu, ranks, rank)[1] for rank in range(4)]
         for part in parts:
