@@ -121,20 +121,15 @@ class BlockGraph:
         new = np.ones(len(within), bool)
         new[1:] = (within[1:] != within[:-1]) | (self.document[1:] != self.document[:-1])
         block = np.cumsum(new) - 1
-        n = int(block[-1]) + 1 if len(block) else 0
-        unit, inverse = np.unique(block[self.q] * n + block[self.k], return_inverse=True)
-        pairs = np.zeros(len(unit), np.int64)
-        np.add.at(pairs, inverse, self.pairs)
-        begin = self.edges[:-1][new]
-        coarse = replace(
-            self,
-            edges=np.append(begin, self.edges[-1]),
-            document=self.document[new],
-            q=unit // max(n, 1),
-            k=unit % max(n, 1),
-            pairs=pairs,
-        )
-        return coarse, block, inverse.astype(np.int64)
+        coarse, unit = self.merged(block)
+        return coarse, block, unit
+
+    def merged(self, cluster: Int64) -> tuple[BlockGraph, Int64]:
+        """Runs of blocks in one, each within a document: (graph, its unit of each unit int64[m]). cluster: int64[n], rising from 0."""
+        new = np.diff(cluster, prepend=-1) > 0
+        q, k, pairs, unit = _merged(cluster, self.q, self.k, self.pairs)
+        edges = np.append(self.edges[:-1][new], self.edges[-1])
+        return replace(self, edges=edges, document=self.document[new], q=q, k=k, pairs=pairs), unit
 
 
 def chosen_block(mask: Mask, ranks: int, memory: float) -> int:
@@ -166,6 +161,29 @@ def _fullest(tokens: Int64, block: int, ranks: int) -> int:
     whole, rest = np.divmod(tokens, block)
     rest = rest[rest > 0]
     return int(_dealt(int(whole.sum()), block, -np.sort(-rest), ranks).max())
+
+
+@njit(nogil=True, cache=True)
+def _merged(cluster, q, k, pairs):
+    """Units between clusters of blocks, and which of them each unit belongs to."""
+    num = cluster[-1] + 1 if len(cluster) else 0
+    row, column, total = np.empty(len(q), np.int64), np.empty(len(q), np.int64), np.zeros(len(q), np.int64)
+    unit, at, seen, some, u = np.empty(len(q), np.int64), np.empty(num, np.int64), np.full(num, -1, np.int64), 0, 0
+    while u < len(q):
+        c, first, begin = cluster[q[u]], u, some
+        while u < len(q) and cluster[q[u]] == c:
+            if seen[cluster[k[u]]] != c:
+                seen[cluster[k[u]]] = c
+                row[some], column[some] = c, cluster[k[u]]
+                some += 1
+            u += 1
+        column[begin:some].sort()
+        for i in range(begin, some):
+            at[column[i]] = i
+        for v in range(first, u):
+            unit[v] = at[cluster[k[v]]]
+            total[unit[v]] += pairs[v]
+    return row[:some].copy(), column[:some].copy(), total[:some].copy(), unit
 
 
 @njit(nogil=True, cache=True)

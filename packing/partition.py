@@ -9,10 +9,11 @@ placement costs in bytes. Decided here, under these limits:
   first, each to 1 + `node_balance` of an even share, and then the devices of each node to 1 + `balance` of the node's;
 - bytes: the objective, of all ranks ("total", the paper's) or of the rank that moves most ("largest", ours, which a step waits for).
 
-Solvers: "greedy" (ours, the default) starts from MagiAttention's problem solved jointly (dispatch_joint.py) and from equal runs, each
-unit with its queries, on blocks so coarse that a rank has few; searches (block_search.py); and goes on from the best on blocks
-half as large, down to the finest. "mtkahypar" (extra `solvers`) is Mt-KaHyPar with a fixed seed and one thread, with the weights that DCP
-gives it. It knows one limit where there are two, and a search that only descends then repairs what it leaves over the limits.
+Solvers: "greedy" (ours, the default) is a placement in milliseconds (block_quick.py). With `rounds` it is then searched on
+(block_search.py), and so is, as the better of both is what counts, MagiAttention's problem solved jointly (dispatch_joint.py) and
+equal runs, each unit with its queries, on blocks so coarse that a rank has few, and from the best on blocks half as large, down to
+the finest. "mtkahypar" (extra `solvers`) is Mt-KaHyPar with a fixed seed and one thread, with the weights that DCP
+gives it. It knows one limit where there are two, and a search then repairs what it leaves over the limits.
 
 On 128K packs of the traces of benchmarks/placement.py, 16 ranks, causal: 0.15–0.19 of a full ring's bytes and 0.18–0.23 for the largest
 rank, where joint dispatch has 0.16–0.19 and 0.31–0.39, and "total" 0.14–0.16 and 0.28–0.34.
@@ -28,10 +29,12 @@ Cost: greedy 0.2–0.3 s for 128K tokens on 16 ranks: some nine searches of `rou
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from .block_graph import BlockGraph, RowBytes, chosen_block
+from .block_quick import quick
 from .block_search import searched
 from .dispatch import checked_cap, shards_of
 from .dispatch_joint import joint
@@ -46,8 +49,10 @@ COARSE, FRESH = 3, 12
 """Blocks a rank has at the coarsest level, at least; and up to how many a level is also started from scratch."""
 WARM = 0.15
 """Of the first threshold: that of later levels, which start from what is good already."""
-REPAIR = 8
-"""Times the rounds: what repairs Mt-KaHyPar's placement."""
+REPAIR = 240_000
+"""Steps of the search that repairs Mt-KaHyPar's placement."""
+INSIDE = 6000
+"""Steps, at least, of the search inside of each node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +75,8 @@ class Blocks:
     dim: int = 128
     itemsize: int = 2
     """Heads and bytes of a number decide whether queries or keys had better travel."""
-    rounds: int = 30_000
-    """Steps of each search; less is faster, and moves more."""
+    rounds: int = 0
+    """Steps of each search after the quick one; 30_000 take some 0.3 s and save 5 to 30 % of the bytes."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -153,7 +158,10 @@ def _level(mask: Mask, graph: BlockGraph, size: Int64, cap: int, balance: float,
     """Blocks and units over parts of the domain, of so many ranks each (int64[P])."""
     if o.solver == "mtkahypar":
         home, owner = partitioned(graph, size, balance, o.seed)
-        return _searched(graph, home, owner, size, cap, balance, o, heat=0.0, rounds=REPAIR * o.rounds)[:2]
+        return _searched(graph, home, owner, size, cap, balance, o, heat=WARM, rounds=REPAIR)[:2]
+    first = quick(graph, size, seed=o.seed, **_limits(graph, graph.tokens, graph.units()[2], size, cap, balance, o))
+    if o.rounds == 0:
+        return first[:2]
     levels = [graph]
     ways = []
     while len(levels[-1].tokens) > COARSE * len(size):
@@ -176,7 +184,8 @@ def _level(mask: Mask, graph: BlockGraph, size: Int64, cap: int, balance: float,
                 found.append(_searched(level, home, owner, size, cap, balance, o, heat=1.0))
         best = min(found, key=lambda one: one[2])
     assert best is not None, "there is a coarsest level"
-    return best[0], best[1]
+    other = _searched(graph, first[0], first[1], size, cap, balance, o, heat=WARM)
+    return min(best, other, key=lambda one: one[2])[:2]
 
 
 def _starts(graph: BlockGraph, size: Int64, layouts: list[Shards]) -> list[Int64]:
@@ -222,25 +231,24 @@ def _placed(
     heat: float,
 ) -> tuple[Int64, Int64, float]:
     """The search over units given (nets int64[u]), under limits that follow from the shares of the parts."""
-    total, ranks = int(graph.tokens[home < len(size)].sum()), int(size.sum())
-    even, share = total / ranks, max(total / len(size), 1.0)
-    token_cap = np.minimum(size * cap, np.ceil((1 + o.memory) * even * size).astype(np.int64))
+    limits = _limits(graph, graph.tokens[home < len(size)], work, size, cap, balance, o)
     return searched(
-        graph.nets,
-        q,
-        k,
-        work,
-        graph.tokens,
-        home,
-        owner,
-        work_cap=((1 + balance) * work.sum() / ranks * size).astype(np.int64),
-        token_cap=token_cap,
-        largest=o.objective == "largest",
-        even=share * sum(graph.row_bytes.kv) * graph.groups,
-        rounds=o.rounds,
-        heat=heat,
-        seed=o.seed,
+        graph.nets, q, k, work, graph.tokens, home, owner, rounds=o.rounds, heat=heat, seed=o.seed, **limits
     )
+
+
+def _limits(
+    graph: BlockGraph, tokens: Int64, work: Int64, size: Int64, cap: int, balance: float, o: Blocks
+) -> dict[str, Any]:
+    """What a search may do with blocks of so many tokens and units of so many pairs, and what it minimises."""
+    total, ranks = int(tokens.sum()), int(size.sum())
+    share = max(total / len(size), 1.0)
+    return {
+        "token_cap": np.minimum(size * cap, np.ceil((1 + o.memory) * total / ranks * size).astype(np.int64)),
+        "work_cap": ((1 + balance) * work.sum() / ranks * size).astype(np.int64),
+        "largest": o.objective == "largest",
+        "even": share * sum(graph.row_bytes.kv) * graph.groups,
+    }
 
 
 def _nodes(mask: Mask, graph: BlockGraph, ranks: int, cap: int, o: Blocks) -> tuple[Int64, Int64]:
@@ -250,6 +258,7 @@ def _nodes(mask: Mask, graph: BlockGraph, ranks: int, cap: int, o: Blocks) -> tu
     node, worker = _level(mask, graph, size, cap, o.node_balance, o)
     home, owner = np.empty_like(node), np.empty_like(worker)
     q, k, work = graph.units()
+    inner = replace(o, rounds=max(o.rounds, INSIDE))
     for at, devices in enumerate(size.tolist()):
         mine, units = np.flatnonzero(node == at), np.flatnonzero(worker == at)
         inside = np.full(len(node), devices)
@@ -261,7 +270,7 @@ def _nodes(mask: Mask, graph: BlockGraph, ranks: int, cap: int, o: Blocks) -> tu
         start = np.where(inside[q[units] % n] < devices, inside[q[units] % n], start)
         start = np.where(start < devices, start, units % devices)
         one = np.ones(devices, np.int64)
-        found, by, _ = _placed(graph, q[units], k[units], work[units], inside, start, one, cap, o.balance, o, 1.0)
+        found, by, _ = _placed(graph, q[units], k[units], work[units], inside, start, one, cap, o.balance, inner, 1.0)
         home[mine], owner[units] = at * per + found[mine], at * per + by
     return home, owner
 

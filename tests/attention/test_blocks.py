@@ -17,7 +17,7 @@ from equipoise.attention.groups import CpGroups
 from equipoise.attention.kernels.reference import dense
 from equipoise.attention.plan import AttentionPlan
 from equipoise.attention.routing import part_of
-from equipoise.packing import block_graph, block_search, divisions, mask_kinds, partition
+from equipoise.packing import block_graph, block_quick, block_search, divisions, mask_kinds, partition
 from equipoise.packing.block_graph import BlockGraph, RowBytes, chosen_block
 from equipoise.packing.block_search import searched
 from equipoise.packing.divisions import stages
