@@ -12,6 +12,8 @@ from equipoise.attention.kernels.grouping import batches
 from equipoise.attention.plan import AttentionPlan
 from equipoise.attention.program import lower
 from equipoise.attention.ring import ring_plan
+from equipoise.loaders.tar_samples import group
+from equipoise.loaders.tar_scan import walk
 from equipoise.packing.mask_kinds import prefix_lm
 from equipoise.packing.shards import zigzag
 from equipoise.recipes import NAMED
@@ -37,3 +39,10 @@ for _name in ("dcp", "libra", "magi", "vrsp"):
         _shards, _plan = NAMED[_name].laid_out(_cu, (0, 1), 1, mask=_masked)
         if isinstance(_plan, AttentionPlan):
             lower(_plan, rank=1)
+
+# What tests without ranks need, too: they run first, and find it compiled.
+ring_plan(zigzag([0, 9, 14], 2), ranks=(0, 1)).check([0, 9, 14])
+for _name in ("skrull", "dynamic_cp", "flexsp"):
+    _sizes = {"dp": 2, "cp": 2, "max_tokens_per_rank": 64, "documents_per_step": 30}
+    next(iter(BalancedBatchSampler(Lengths.from_array(np.arange(1, 31)), recipe(_name), **_sizes)))
+group(walk(np.zeros(1024, np.uint8)), ("npy",))
