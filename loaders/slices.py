@@ -177,12 +177,14 @@ def slices_of_rows(flats: Flats, offsets: Flats, starts: Int64, rows: Int64) -> 
     return Slices(flats, which, begin, stop)
 
 
-@intrinsic
-def _pointer(typingctx, address):  # type: ignore[no-untyped-def]
+def _as_pointer(typingctx, address):  # type: ignore[no-untyped-def]
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
     return types.voidptr(address), codegen
+
+
+_pointer: Any = intrinsic(_as_pointer)  # kernels call it without the context that numba hands over
 
 
 @njit(nogil=True, cache=True)
