@@ -10,6 +10,7 @@ not the step's number, is where the next step begins, so a run may go on with ot
     >>> import numpy as np
     >>> from equipoise import Lengths
     >>> items = Items.of(Lengths.from_array(np.array([5, 0, 3, 9])), capacity=8, too_long="split")
+    >>> from equipoise.samplers.order import Shuffled
     >>> in_order = Shuffled(size=len(items), seed=0, shuffle=False)
     >>> admission = Admission(items=items, order=in_order, step_size=StepSize(documents_per_step=2), capacity=8)
     >>> [admission.window(0, step).spans.document.tolist() for step in range(admission.num_steps(0))]
