@@ -23,6 +23,8 @@ def paired(graph: BlockGraph, home: Int64, owner: Int64, ranks: int, *, largest:
     """The owners of units, int64[groups · m], once pairs of ranks have shared their work. home: int64[n]."""
     q, k, work = graph.units()
     owner = owner.copy()
+    if len(owner) == 0:
+        return owner
     _pair(q, k, work, graph.nets, graph.document, home, owner, ranks, graph.groups, largest)
     return owner
 

@@ -35,6 +35,9 @@ PER_UNIT, FEWEST, MOST = 3, 2000, 10_000
 DENSE = 0.3
 """Share of the pairs of causal documents from which rows are kept together."""
 
+UNEVEN = 4
+"""Times the mean: the work of a row from which sparse masks, too, begin with the largest clusters."""
+
 
 def quick(
     graph: BlockGraph, size: Int64, *, work_cap: Int64, token_cap: Int64, largest: bool, even: float, seed: int
@@ -50,8 +53,10 @@ def quick(
     groups, work = graph.groups, np.bincount(graph.q, graph.pairs, len(graph.tokens)).astype(np.int64)
     long = np.bincount(graph.document, graph.tokens)
     dense = graph.pairs.sum() >= DENSE * (long * (long + 1) / 2).sum()
-    home, owner, last = _first(graph, size, work, dense, limits), None, 0
-    for share in (*LEVELS[1:], 0.0):
+    uneven = work.max(initial=0) > UNEVEN * work.mean() if len(work) else False
+    levels = (*LEVELS, 0.0)[0 if dense or uneven else 1 :]
+    home, owner, last = _first(graph, size, work, levels[0], dense, limits), None, 0
+    for share in levels[1:]:
         cluster = _clusters(graph, work, size, share)
         coarse = cluster if share else np.arange(len(home))
         if share and coarse[-1] + 1 == last:
@@ -83,9 +88,9 @@ def quick(
     )
 
 
-def _first(graph: BlockGraph, size: Int64, work: Int64, dense: bool, limits: dict[str, Any]) -> Int64:
+def _first(graph: BlockGraph, size: Int64, work: Int64, share: float, dense: bool, limits: dict[str, Any]) -> Int64:
     """Homes of blocks after the coarsest level."""
-    cluster = _clusters(graph, work, size, LEVELS[0])
+    cluster = _clusters(graph, work, size, share)
     tokens, pairs = np.bincount(cluster, graph.tokens), np.bincount(cluster, work)
     measure = tokens / max(tokens.sum(), 1) + pairs / max(pairs.sum(), 1)
     order = np.argsort(-measure, kind="stable")

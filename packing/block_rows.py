@@ -36,6 +36,7 @@ def by_rows(
     """
     kv = np.array(graph.row_bytes.kv) * graph.groups
     pair, token = fines(work_cap, token_cap, even)
+    rounds = rounds if len(home) else 0
     limits = (work_cap / graph.groups, token_cap, pair * graph.groups, token, largest, float(even))
     return _rows(
         cluster, graph.q, graph.k, graph.pairs, graph.tokens, kv, home, limits, rounds, heat * even / HEAT, seed

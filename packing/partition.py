@@ -15,10 +15,10 @@ equal runs, each unit with its queries, on blocks so coarse that a rank has few,
 the finest. "mtkahypar" (extra `solvers`) is Mt-KaHyPar with a fixed seed and one thread, with the weights that DCP
 gives it. It knows one limit where there are two, and a search then repairs what it leaves over the limits.
 
-On 128K packs of the traces of benchmarks/placement.py, 16 ranks, causal: 0.15–0.19 of a full ring's bytes and 0.18–0.23 for the largest
+On 128K packs of the traces of benchmarks/placement.py, 16 ranks, causal, with rounds=30_000: 0.15–0.19 of a full ring's bytes and 0.18–0.23 for the largest
 rank, where joint dispatch has 0.16–0.19 and 0.31–0.39, and "total" 0.14–0.16 and 0.28–0.34.
 
-Cost: greedy 0.2–0.3 s for 128K tokens on 16 ranks: some nine searches of `rounds` x 0.6 to 1 µs; linear in units to set up.
+Cost: greedy 2 to 8 ms for 500 to 9,000 units on 16 ranks, and with all rounds 0.2–0.4 s: some nine searches of `rounds` x 0.1 to 0.5 µs.
 
     >>> from .mask_kinds import causal
     >>> placed = place(causal([3000, 900, 1100, 1000]), 4, options=Blocks(block=256))
@@ -159,7 +159,7 @@ def _level(mask: Mask, graph: BlockGraph, size: Int64, cap: int, balance: float,
     if o.solver == "mtkahypar":
         home, owner = partitioned(graph, size, balance, o.seed)
         return _searched(graph, home, owner, size, cap, balance, o, heat=WARM, rounds=REPAIR)[:2]
-    first = quick(graph, size, seed=o.seed, **_limits(graph, graph.tokens, graph.units()[2], size, cap, balance, o))
+    first = quick(graph, size, seed=o.seed, **limits_of(graph, graph.tokens, graph.units()[2], size, cap, balance, o))
     if o.rounds == 0:
         return first[:2]
     levels = [graph]
@@ -231,13 +231,13 @@ def _placed(
     heat: float,
 ) -> tuple[Int64, Int64, float]:
     """The search over units given (nets int64[u]), under limits that follow from the shares of the parts."""
-    limits = _limits(graph, graph.tokens[home < len(size)], work, size, cap, balance, o)
+    limits = limits_of(graph, graph.tokens[home < len(size)], work, size, cap, balance, o)
     return searched(
         graph.nets, q, k, work, graph.tokens, home, owner, rounds=o.rounds, heat=heat, seed=o.seed, **limits
     )
 
 
-def _limits(
+def limits_of(
     graph: BlockGraph, tokens: Int64, work: Int64, size: Int64, cap: int, balance: float, o: Blocks
 ) -> dict[str, Any]:
     """What a search may do with blocks of so many tokens and units of so many pairs, and what it minimises."""

@@ -17,8 +17,10 @@ from equipoise.attention.groups import CpGroups
 from equipoise.attention.kernels.reference import dense
 from equipoise.attention.plan import AttentionPlan
 from equipoise.attention.routing import part_of
-from equipoise.packing import block_graph, block_quick, block_search, divisions, mask_kinds, partition
+from equipoise.packing import block_graph, block_search, divisions, mask_kinds, partition
 from equipoise.packing.block_graph import BlockGraph, RowBytes, chosen_block
+from equipoise.packing.block_pairs import paired
+from equipoise.packing.block_rows import by_rows
 from equipoise.packing.block_search import searched
 from equipoise.packing.divisions import stages
 from equipoise.packing.masks import Mask
@@ -215,6 +217,50 @@ def test_the_largest_rank_is_an_objective_of_its_own():
         largest.append(most[0] / most[1])
         total.append(both[0].bytes()[0].sum() / both[1].bytes()[0].sum())
     assert np.mean(largest) < 0.9 < 1.0 <= np.mean(total)
+
+
+@PROMISE
+@given(masks(largest=16), st.integers(1, 5), st.integers(1, 2), st.integers(2, 5), st.booleans(), st.integers(0, 99))
+def test_searching_rows_and_pairing_count_as_the_search_of_units_does(drawn, block, groups, ranks, largest, seed):
+    mask, _ = drawn
+    graph = BlockGraph.of(mask, block=block, row_bytes=RowBytes(kv=(3, 5), q=(7, 2)), groups=groups)
+    q, k, work = graph.units()
+    cluster = np.arange(len(graph.tokens))
+    home = np.random.default_rng(seed).integers(0, ranks, len(cluster))
+    anything = np.full(ranks, 1 << 40)
+    rest = {"work_cap": anything, "token_cap": anything, "largest": largest, "even": 100.0, "heat": 1.0, "seed": seed}
+
+    def energy(home, owner):
+        return searched(graph.nets, q, k, work, graph.tokens, home, owner, rounds=0, **rest)[2]
+
+    before = energy(home, np.tile(home[graph.q], groups))
+    there, after = by_rows(graph, cluster, home, rounds=300, **rest)
+    owner = np.tile(there[graph.q], groups)
+    assert after <= before + 1e-6 and after == pytest.approx(energy(there, owner))
+    shared = paired(graph, there, owner, ranks, largest=largest)
+    assert energy(there, shared) <= after * (1 + 1e-9)
+    assert np.abs(np.bincount(shared, work, ranks)).sum() == work.sum()
+
+
+def test_heads_or_keys_shared_between_pairs_of_ranks_save_bytes():
+    """Of one long document, whose keys all ranks receive."""
+    home = np.repeat(np.arange(8), 16)
+    for groups, least in ((1, 0.98), (2, 0.9)):
+        rows = RowBytes.of(heads=2, kv_heads=2, dim=128, groups=groups)
+        graph = BlockGraph.of(mask_kinds.causal(np.array([32768])), block=256, row_bytes=rows, groups=groups)
+        owner = np.tile(home[graph.q], groups)
+        rest = {"work_cap": np.full(8, 1 << 50), "token_cap": np.full(8, 1 << 50), "largest": False, "even": 1.0}
+        was, now = (
+            searched(graph.nets, *graph.units(), graph.tokens, home, by, rounds=0, heat=0.0, seed=0, **rest)[2]
+            for by in (owner, paired(graph, home, owner, 8, largest=False))
+        )
+        assert now < least * was
+
+
+def test_more_rounds_move_less():
+    mask = mask_kinds.causal(np.array([9000, 4000, 3384]))
+    quick, long = (place(mask, 8, options=Blocks(objective="total", rounds=n)).bytes()[0].sum() for n in (0, 5000))
+    assert long <= quick <= 1.3 * long
 
 
 def test_placements_repeat():
