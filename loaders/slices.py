@@ -189,7 +189,7 @@ _pointer: Any = intrinsic(_as_pointer)  # kernels call it without the context th
 
 @njit(nogil=True, cache=True)
 def _widen(place, like, which, begin, document, first, tokens, empty, out):
-    at, lowest = 0, 0
+    at, lowest = 0, np.int64(0)
     for segment in range(len(tokens)):
         count = tokens[segment]
         run = out[at : at + count]
@@ -205,7 +205,7 @@ def _widen(place, like, which, begin, document, first, tokens, empty, out):
         for offset in range(count):
             value = np.int64(values[offset])
             run[offset] = value
-            lowest = min(lowest, value)
+            lowest = value if value < lowest else lowest
     return lowest, -1
 
 

@@ -165,7 +165,8 @@ class TarShards:
                 ends = members[1, begin:end] + members[2, begin:end]
                 raise self._unread(documents[those // len(index.extensions)], ends, error) from error
         if traits:
-            values = _slices(buffer, *cuts.tolist(), members[3].tolist())
+            start, stop = cuts.tolist()
+            values = _slices(buffer, start, stop, members[3].tolist())
             return values if order is None else _reordered(values, order)
         begins, stops = cuts if order is None else cuts[:, np.argsort(order)]
         return Slices([_as_type(buffer, int(members[3, 0]))], np.zeros(len(begins), np.int64), begins, stops)

@@ -51,13 +51,13 @@ def read_range(handle: Handle, offset: int, buffer: npt.NDArray[np.uint8], late:
     """
     size = len(buffer)
     try:
-        done = os.preadv(handle.descriptor, [buffer], offset, _AT_ONCE)
+        done = os.preadv(handle.descriptor, [buffer.data], offset, _AT_ONCE)
     except OSError:  # nothing is in memory, or this kind of file does not tell; or it is an error that comes again
         done = 0
     if done < size:
         late()
     while done < size:  # a read may stop early, at 2 GiB or for a signal
-        more = os.preadv(handle.descriptor, [buffer[done:]], offset + done)
+        more = os.preadv(handle.descriptor, [buffer.data[done:]], offset + done)
         if more == 0:
             raise ValueError(f"{size} bytes are due at byte {offset}, and the file has {done}")
         done += more

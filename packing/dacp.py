@@ -26,6 +26,8 @@ Cost: a few LPTs of the pack, 0.05–1 ms for 30–500 documents.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 from numba import njit
@@ -176,7 +178,7 @@ def _decide(tokens, whole, split, sent, rising, cp, cap):
             best, least = rank.copy(), time
     falling = np.argsort(-whole, kind="mergesort")
     # 0, 1, 2 … and, where documents are many, ever larger steps.
-    k = np.int64(0)
+    k: Any = np.int64(0)
     while k < n:
         if _deal(tokens, whole, falling, k, cp, cap, rank):
             time = _time(tokens, whole, split, sent, rank, cp, cap)
@@ -260,17 +262,17 @@ def _improve(tokens, whole, split, sent, falling, cp, cap, rank, least):
         for i in falling:
             was = best = rank[i]
             _add(tokens, whole, split, sent, local, work, shared, i, was, off)
-            idlest = np.int64(-1)
+            idlest: Any = np.int64(-1)
             for r in range(cp):
                 fits = local[r] + tokens[i] + -(-shared[0] // cp) <= cap
                 if fits and (idlest < 0 or work[r] < work[idlest]):
                     idlest = r
-            for r in (np.int64(-1), idlest):
-                _add(tokens, whole, split, sent, local, work, shared, i, r, on)
+            for other in (np.int64(-1), idlest):
+                _add(tokens, whole, split, sent, local, work, shared, i, other, on)
                 time = max(shared[1], work.max()) + shared[2]
                 if time < least and local.max() + -(-shared[0] // cp) <= cap and not _idle(local, shared[0]):
-                    best, least = r, time
-                _add(tokens, whole, split, sent, local, work, shared, i, r, off)
+                    best, least = other, time
+                _add(tokens, whole, split, sent, local, work, shared, i, other, off)
             rank[i] = best
             _add(tokens, whole, split, sent, local, work, shared, i, best, on)
         if least == at_first:

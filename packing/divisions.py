@@ -12,6 +12,8 @@ Cost: divisions x units, 1 ms for 10,000.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -78,7 +80,7 @@ def _staged(q, k, pairs, owner, home, rows, order, offsets, divisions, slack):
         received[:] = 0
         at, ready = offsets[:-1].copy(), np.zeros(P, np.int64)
         while True:
-            r = np.int64(-1)
+            r: Any = np.int64(-1)
             for x in range(P):
                 if at[x] < offsets[x + 1] and (r < 0 or ready[x] < ready[r]):
                     r = x

@@ -14,6 +14,8 @@ disjoint here and all counts are sums over tiles, each in closed form.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -177,7 +179,8 @@ def _less(tile, others, out, n):
         q0, q1, _, _, _, _ = _meet(tile, others[j])
         if q0 >= q1:
             continue
-        left, kept = np.empty((6 * count, 6), np.int64), np.int64(0)
+        left = np.empty((6 * count, 6), np.int64)
+        kept: Any = np.int64(0)
         for i in range(count):
             kept = _subtract(pieces[i], others[j], left, kept)
         pieces, count = left, kept
