@@ -24,6 +24,9 @@ from numba import njit
 from ..bands import NO_LIMIT as NO_LIMIT
 from ..bands import Int64
 
+FEWEST = 3
+"""Steps that are split up: two are two calls as rectangles."""
+
 
 def split_staircases(tiles: Int64) -> Int64:
     """The same pairs, staircases split up. tiles: int64[m, 6], see `bands` → int64[n, 6]."""
@@ -49,6 +52,8 @@ def _split(steps, out):
             and steps[stop, 1] - steps[stop, 3] <= shift
         ):
             stop += 1
+        if stop < first + FEWEST:
+            stop = first + 1
         out[n] = steps[first]
         n += 1
         if stop > first + 1:
