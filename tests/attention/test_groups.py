@@ -160,7 +160,7 @@ def late(rank: int, world: int, wanted: float | None) -> float:
 
 
 def test_the_timeout_is_that_of_the_default_group_unless_given(ranks):
-    assert ranks.run(late, 2, None) == [60.0, 60.0]
+    assert ranks.run(late, 2, None) == [180.0, 180.0]
     assert ranks.run(late, 2, 7.5) == [7.5, 7.5]
 
 
