@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
-from equipoise.attention import blocks as module
 from equipoise.attention.blocks import Blocks, Placement, block_plan, place
 from equipoise.attention.counting import Counter
 from equipoise.attention.executor import attend
@@ -17,7 +15,7 @@ from equipoise.attention.groups import CpGroups
 from equipoise.attention.kernels.reference import dense
 from equipoise.attention.plan import AttentionPlan
 from equipoise.attention.routing import part_of
-from equipoise.packing import block_graph, block_search, divisions, mask_kinds, partition
+from equipoise.packing import block_graph, divisions, mask_kinds, partition
 from equipoise.packing.block_graph import BlockGraph, RowBytes, chosen_block
 from equipoise.packing.block_pairs import paired
 from equipoise.packing.block_rows import by_rows
@@ -443,12 +441,3 @@ def test_results_repeat_bit_for_bit(ranks):
     one, other = (ranks.run(run, 3, cases) for _ in range(2))
     for a, b in zip(one, other, strict=True):
         assert all(torch.equal(x, y) for p, r in zip(a, b, strict=True) for x, y in zip(p[:5], r[:5], strict=True))
-
-
-@pytest.mark.parametrize("which", [module, block_graph, partition])
-def test_examples(which):
-    assert doctest.testmod(which).failed == 0
-
-
-def test_the_search_and_the_divisions_have_no_examples_to_run():
-    assert doctest.testmod(block_search) == doctest.testmod(divisions)

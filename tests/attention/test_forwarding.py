@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from equipoise import recipe
-from equipoise.attention import forwarding as module
 from equipoise.attention.blocks import Blocks
 from equipoise.attention.forwarding import forwarded, nodes_of, traffic_between
 from equipoise.attention.groupcast import Overlap, groupcast_plan
@@ -187,7 +185,3 @@ def test_nodes_that_are_none_are_refused():
         forwarded([], [0, 1, 2], [[0, 4], [4, 8]], 8, nodes=[0, 0, 1])
     assert nodes_of((6, 2, 9), 4).tolist() == [1, 0, 2]
     assert groupcast_plan(dispatch([0, 40], 2), (0, 1), overlap=Overlap(devices_per_node=1)).check(causal([40])) is None
-
-
-def test_doctests():
-    assert doctest.testmod(module).failed == 0

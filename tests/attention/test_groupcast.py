@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from equipoise import BalancedLoader, recipe
-from equipoise.attention import groupcast as module
 from equipoise.attention.executor import attend
 from equipoise.attention.groupcast import EVEN, HALVES, HIDDEN, IN_ORDER, Overlap, expected_seconds, groupcast_plan
 from equipoise.attention.groups import CpGroups
@@ -262,7 +260,3 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match="Overlap has max_degree >= 1"):
             Overlap(**wrong)
-
-
-def test_doctests():
-    assert doctest.testmod(module).failed == 0

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from equipoise.attention import routing as module
 from equipoise.attention.bands import NO_LIMIT
 from equipoise.attention.plan import KV, Q
 from equipoise.attention.ring import ring_plan
@@ -109,7 +107,3 @@ def test_a_part_is_taken_of_a_whole():
         part_of(plan, 2)
     with pytest.raises(ValueError, match="lists rank 0 only"):
         part_of(part_of(plan, 0), 1)
-
-
-def test_doctests():
-    assert doctest.testmod(module).failed == 0

@@ -5,7 +5,6 @@ python -m pytest tests/attention/test_tiles.py
 
 from __future__ import annotations
 
-import doctest
 import pickle
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from equipoise.attention import migration
-from equipoise.attention import tiles as module
 from equipoise.attention.executor import attend
 from equipoise.attention.groups import CpGroups
 from equipoise.attention.plan import KV, AttentionPlan, Q
@@ -368,7 +366,3 @@ def test_exact_over_groups_with_different_packs(ranks, sizes):
         assert all(
             torch.equal(a, b) for x, y in zip(once, again, strict=True) for a, b in zip(x[at], y[at], strict=True)
         )
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
-from equipoise.packing import accounts as module
 from equipoise.packing.accounts import (
     activation_bytes,
     kv_bytes_per_token,
@@ -153,7 +150,3 @@ def test_chunkflow_keeps_k_chunks_and_the_store():
 def test_an_unknown_way_of_sharing_is_refused():
     with pytest.raises(ValueError, match="zero must be 0"):
         rank_memory(gpt(), tokens=1, zero=4)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
 from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
-from equipoise.packing import assign as module
 from equipoise.packing.assign import csr_from_bins, lpt, next_fit, split_largest, stripes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -137,7 +135,3 @@ def test_wrong_arguments_are_refused():
         stripes([1], 0)
     with pytest.raises(ValueError, match="-1 … 1; got 0 … 2"):
         csr_from_bins([0, 2], 2)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

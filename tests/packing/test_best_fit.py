@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from itertools import pairwise
 
 import numpy as np
@@ -75,7 +74,3 @@ def test_what_fits_no_pack_is_refused():
         best_fit_decreasing([[1, 2]], 10)
     with pytest.raises(ValueError, match="integers in one dimension"):
         best_fit_decreasing([1.0, 2.0], 10)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

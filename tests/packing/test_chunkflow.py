@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from equipoise.packing import chunkflow as module
 from equipoise.packing.chunkflow import BACKWARD, FORWARD, RECOMPUTE, chunks, schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,7 +158,3 @@ def test_wrong_arguments_are_refused():
         chunks([3, 0], 4)
     with pytest.raises(ValueError, match="keeps at least one; got 3 and keep=0"):
         schedule(3, 0)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

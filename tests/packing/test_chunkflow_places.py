@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
 from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from equipoise.packing import chunkflow_places as module
 from equipoise.packing.chunkflow import BACKWARD
 from equipoise.packing.chunkflow_places import Placement, place
 from hypothesis import given, settings
@@ -166,7 +164,3 @@ def test_wrong_arguments_are_refused():
         place([0, 1], [1], [1], dp=1, keep=1, sync="both")
     with pytest.raises(ValueError, match="got 2 and 1 of 1"):
         place([0, 1], [1, 2], [1], dp=1, keep=1, sync="step")
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
-from equipoise.packing import chunkflow_tuning as module
 from equipoise.packing.chunkflow import chunks
 from equipoise.packing.chunkflow_places import place
 from equipoise.packing.chunkflow_tuning import tune
@@ -76,7 +73,3 @@ def test_what_does_not_fit_is_refused():
         tune([8], COST, memory_bytes=103.0, in_flight=3, **options)
     with pytest.raises(ValueError, match="tune needs a sample"):
         tune(np.zeros(0, np.int64), COST, memory_bytes=1000.0, **options)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
-from equipoise.packing import cost as module
 from equipoise.packing.cost import CostModel, Hardware, ModelShape, causal_pairs, cost_units
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -147,7 +144,3 @@ def test_wrong_arguments_are_refused():
         ModelShape.from_hf({**LLAMA, "num_hidden_layers": 0})
     with pytest.raises(ValueError, match="vocab_size"):
         ModelShape.from_hf({**LLAMA, "vocab_size": -1})
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from itertools import product
 from pathlib import Path
 
@@ -186,7 +185,3 @@ def test_wrong_arguments_are_refused():
         dacp(one, one, one, one, cp_size=2, max_tokens_per_rank=9)
     with pytest.raises(ValueError, match="-1 … 1 for each of 2 documents"):
         dacp_shards([0, 1, 2], [0, 2], 2)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 from math import ceil
 
 import numpy as np
 import pytest
-from equipoise.packing import dispatch as module
 from equipoise.packing import dispatch_joint
 from equipoise.packing.dispatch import (
     SOLVERS,
@@ -256,8 +254,3 @@ def test_what_does_not_fit_is_refused():
         exact([1, 1, 1], 2, most=1)
     with pytest.raises(ValueError, match="balance >= 1, slack >= 1 and rounds >= 0; got 0.9, 1.2 and 50000"):
         joint([0, 8], 2, balance=0.9)
-
-
-@pytest.mark.parametrize("documented", [module, dispatch_joint])
-def test_doctests(documented):
-    assert doctest.testmod(documented).failed == 0

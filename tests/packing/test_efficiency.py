@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import csv
-import doctest
 from pathlib import Path
 
 import numpy as np
 import pytest
-from equipoise.packing import efficiency as module
 from equipoise.packing.efficiency import efficiency, kernel_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,7 +59,3 @@ def test_no_rows_are_refused():
     with pytest.raises(ValueError, match="at least 1 row and 1 key; got 0 and 5"):
         efficiency([0], [5])
     assert efficiency([], []).shape == (0,)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from equipoise.packing import lengths as module
 from equipoise.packing.lengths import Lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -208,7 +206,3 @@ def test_columns_that_do_not_serve_are_refused():
         Lengths.from_dataset(datasets.DatasetDict(train=dataset))
     with pytest.raises(ValueError, match="got IterableDataset"):
         Lengths.from_dataset(dataset.to_iterable_dataset())
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

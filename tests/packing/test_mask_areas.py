@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from equipoise.packing import mask_areas as module
 from equipoise.packing.mask_areas import block_pairs, blocks, chunk_keys, chunk_pairs
 from equipoise.packing.mask_kinds import (
     causal,
@@ -110,7 +108,3 @@ def test_wrong_edges_are_refused():
     for bad in ([3, 2], [], [[0, 1]], [0.5, 1.0]):
         with pytest.raises(ValueError, match="never fall"):
             chunk_pairs(causal([4]).tiles_of_pack(), bad)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

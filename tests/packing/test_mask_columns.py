@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from itertools import pairwise
 
 import numpy as np
@@ -119,7 +118,3 @@ def test_documents_that_are_cut_keep_their_masks():
 def test_wrong_columns_are_refused(make, says):
     with pytest.raises(ValueError, match=says):
         make()
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from equipoise.attention.ring import ring_plan
-from equipoise.packing import mask_picture as module
 from equipoise.packing.mask_kinds import causal, causal_blockwise, window_with_sinks
 from equipoise.packing.mask_picture import draw, picture
 from equipoise.packing.shards import zigzag
@@ -72,7 +70,3 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"equipoise\[plot\]"):
         draw(causal([3]))
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from equipoise.attention import bands
-from equipoise.packing import mask_kinds, mask_tiles, masks
+from equipoise.packing import mask_kinds, mask_tiles
 from equipoise.packing.mask_kinds import Ragged
 from equipoise.packing.masks import BI_CAUSAL, CAUSAL, FULL, INV_CAUSAL, Mask
 from hypothesis import given
@@ -254,8 +253,3 @@ def test_equal_blocks_end_with_a_shorter_one():
 def test_wrong_masks_are_refused(make, says):
     with pytest.raises(ValueError, match=says):
         make()
-
-
-def test_examples():
-    for module in (masks, mask_tiles, mask_kinds):
-        assert doctest.testmod(module).failed == 0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from equipoise.packing import mixed as module
 from equipoise.packing.best_fit import best_fit_decreasing
 from equipoise.packing.mixed import mixed
 from equipoise.packing.sharding_choice import ShardCost, adaptive, received_rows
@@ -99,7 +97,3 @@ def test_wrong_arguments_are_refused():
             mixed([0, 10], 2, cost, **wrong)
     with pytest.raises(ValueError, match="got 0"):
         mixed([0, 10], 0, cost)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 import pickle
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from equipoise.packing import packs as module
 from equipoise.packing.packs import Packs, Spans
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,7 +113,3 @@ def test_cu_seqlens_beyond_32_bits_are_refused():
     packs = Packs(spans=Spans.whole([2**30, 2**30], [1, 1]), offsets=[0, 2])
     with pytest.raises(ValueError, match=r"fewer than 2\*\*31 tokens"):
         packs.cu_seqlens(0)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

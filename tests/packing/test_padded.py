@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
-from equipoise.packing import padded as module
 from equipoise.packing.padded import pad_documents, padded_source, valid_tokens, zigzag_padded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,7 +68,3 @@ def test_wrong_arguments_are_refused():
         valid_tokens([0, 3, 8], [0, 4, 10], 2)
     with pytest.raises(ValueError, match="none shorter"):
         padded_source([0, 5], [0, 4])
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

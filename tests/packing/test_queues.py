@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from equipoise.packing import queues as module
 from equipoise.packing.queues import WlbQueues, release, replay, tune
 from equipoise.packing.wlb import wlb_balanced
 from hypothesis import given, settings
@@ -175,7 +173,3 @@ def test_wrong_arguments_are_refused():
         release([6, 1], [1, 1], [0], 1, 9, WlbQueues())
     with pytest.raises(ValueError, match="num_packs=0"):
         release([6], [1], [0], 0, 9, WlbQueues())
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

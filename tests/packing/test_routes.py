@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
-from equipoise.packing import routes as module
 from equipoise.packing.routes import Route, route
 from equipoise.packing.shards import Shards, contiguous, striped, zigzag
 from hypothesis import given, settings
@@ -95,7 +92,3 @@ def test_wrong_arguments_are_refused():
         route(contiguous([0, 4], 2), contiguous([0, 5], 2), 0)
     with pytest.raises(ValueError, match="got 2"):
         route(contiguous([0, 4], 2), zigzag([0, 4], 2), 2)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

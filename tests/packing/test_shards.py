@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from equipoise.packing import shards as module
 from equipoise.packing.best_fit import best_fit_decreasing
 from equipoise.packing.shards import Shards, contiguous, striped, zigzag
 from hypothesis import given, settings
@@ -187,7 +185,3 @@ def test_wrong_arguments_are_refused():
         zigzag([0, 4], 2, per="token")
     with pytest.raises(ValueError, match="stripe=0"):
         striped([0, 4], 2, 0)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
 from itertools import product
 
 import numpy as np
 import pytest
-from equipoise.packing import swaps as module
 from equipoise.packing.assign import lpt
 from equipoise.packing.swaps import refine
 from hypothesis import given, settings
@@ -99,7 +97,3 @@ def test_wrong_arguments_are_refused():
         refine([1, 2], [1, 1], [0, 2], 2, 5)
     with pytest.raises(ValueError, match="for each of 2 items"):
         refine([1, 2], [1, 1], [0], 2, 5)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from equipoise.packing import wlb as module
 from equipoise.packing.assign import best_fit_decreasing
 from equipoise.packing.cost import causal_pairs
 from equipoise.packing.wlb import wlb, wlb_balanced
@@ -99,7 +97,3 @@ def test_wrong_arguments_are_refused():
         wlb([1], [1], 0, 5)
     with pytest.raises(ValueError, match="tokens from -1"):
         wlb([-1], [1], 1, 5)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

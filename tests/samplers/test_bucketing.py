@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
 from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from equipoise.samplers import bucketing as module
 from equipoise.samplers.bucketing import buckets, enough_buckets, even_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,7 +73,3 @@ def test_wrong_arguments_are_refused():
         buckets([1], 0)
     with pytest.raises(ValueError, match="parts=0"):
         even_parts([1], 0)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

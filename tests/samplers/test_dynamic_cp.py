@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
 from equipoise import Lengths
-from equipoise.samplers import dynamic_cp as module
 from equipoise.samplers.dynamic_cp import DynamicCp, dynamic_cp, quotas
 from equipoise.samplers.rank_groups import Placement, loads
 from hypothesis import given, settings
@@ -198,7 +195,3 @@ def test_wrong_arguments_are_refused():
         DynamicCp(traffic_price=2)
     with pytest.raises(ValueError, match="at least 1 micro-batch per rank"):
         quotas(5, [0])
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

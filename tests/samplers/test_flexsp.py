@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from equipoise.packing.cost import CostModel, ModelShape
-from equipoise.samplers import flexsp as module
 from equipoise.samplers.flexsp import FlexSp, SpModel, flexsp
 from equipoise.samplers.rank_groups import Placement, loads
 from hypothesis import given, settings
@@ -137,7 +135,3 @@ def test_wrong_arguments_are_refused():
         SpModel.preset("gpt-4")
     with pytest.raises(ValueError, match="add ranks"):
         SEVEN.cap(2, 40)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

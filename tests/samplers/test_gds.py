@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from equipoise.packing.assign import best_fit_decreasing
-from equipoise.samplers import gds as module
 from equipoise.samplers.gds import gds
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,7 +120,3 @@ def test_wrong_arguments_are_refused():
         gds(np.array([11, 1]), np.array([1, 1]), dp=2, capacity=10)
     with pytest.raises(ValueError, match="dp >= 1"):
         gds(np.array([1]), np.array([1]), dp=0, capacity=10)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

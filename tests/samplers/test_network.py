@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
 from equipoise.packing.accounts import ring_block, ring_bytes
 from equipoise.packing.cost import Hardware, ModelShape
 from equipoise.packing.efficiency import efficiency
-from equipoise.samplers import network as module
 from equipoise.samplers.network import ClusterShape, Network, exposed, exposed_ring
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,7 +90,3 @@ def test_what_cannot_be_is_refused():
         ClusterShape(dp=1, vpp=2)
     with pytest.raises(ValueError, match="bandwidths > 0"):
         Network(across=0)
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
 from equipoise.packing.chunkflow import BACKWARD, FORWARD, RECOMPUTE, schedule
-from equipoise.samplers import pipeline as module
 from equipoise.samplers.pipeline import Schedule, interleaved, one_f_one_b, quotas, run, state_aware
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -184,7 +181,3 @@ def test_what_cannot_run_is_refused():
     )
     with pytest.raises(ValueError, match="waits for itself"):
         run(early, forward=[1.0], backward=[1.0])
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

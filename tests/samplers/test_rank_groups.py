@@ -5,12 +5,10 @@ The numba search of `group_search.py` is held against a plain statement of its r
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from equipoise.samplers import rank_groups as module
 from equipoise.samplers.rank_groups import GroupRules, best_groups, filled_slots, least_groups, loads, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -284,7 +282,3 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match=r"below 2\*\*53 units"):
         best_groups([2**60], [1], GroupRules.of(num_ranks=2, cap=1))
     assert best_groups([1], [5], GroupRules.of(num_ranks=2, cap=2)) is None
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0

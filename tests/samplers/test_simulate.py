@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
 from equipoise.packing.chunkflow import chunks, schedule
 from equipoise.packing.chunkflow_places import place
 from equipoise.packing.cost import ModelShape
-from equipoise.samplers import simulate as module
 from equipoise.samplers.pipeline import interleaved, run, state_aware
 from equipoise.samplers.simulate import ClusterShape, Network, chunkflow_seconds, pack_seconds, simulate
 from hypothesis import given, settings
@@ -201,7 +198,3 @@ def test_wrong_arguments_are_refused():
     plan = interleaved(1, 1, 1)
     with pytest.raises(ValueError, match="each of the 2 replicas needs sync='step'"):
         simulate(shape, attention=np.ones((4, 1)), schedules=[plan, plan], sync="slot")
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0
