@@ -200,7 +200,11 @@ class Pump:
         awaited: Callable[[], str] | None = None,
     ) -> None:
         self._agreement, self._timeout, self._awaited = agreement, timeout, awaited
-        self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(ahead)
+        # Unlike queue.Queue these stay whole when a signal's handler raises, as torch's does for a worker that was killed.
+        self._ready: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(ahead):
+            self._room.put(None)
         self._gate, self.waiting = Gate(alone=agreement.group is None), Waiting()
         self._overdue = False  # it was told already that nothing comes
         self._source = iter(batches(self._gate))  # workers are started here, in the trainer's thread
@@ -236,13 +240,15 @@ class Pump:
 
     def _next(self) -> tuple[str, Any]:
         try:
-            return self._ready.get(timeout=self._timeout)
+            ready = self._ready.get(timeout=self._timeout)
         except queue.Empty:
             self._overdue = True
             raise RuntimeError(
                 f"no micro-batch came for {self._timeout:g} s: a worker, planner or another rank is stuck, or timeout= is too "
                 f"short{self._told()}"
             ) from None
+        self._room.put(None)
+        return ready
 
     def _told(self) -> str:
         return "" if self._awaited is None else f"; {self._awaited()}"
@@ -263,8 +269,7 @@ class Pump:
         with contextlib.suppress(queue.Empty):
             while True:  # batches, or an error that holds what it happened in
                 self._ready.get_nowait()
-        with contextlib.suppress(queue.Full):
-            self._ready.put_nowait(("ended", None))  # whoever waits, or takes up the iteration again, hears of it
+        self._ready.put(("ended", None))  # whoever waits, or takes up the iteration again, hears of it
         self._thread.join(_GRACE if self._overdue else self._timeout)
         if self._thread.is_alive():
             self._overdue = True
@@ -294,10 +299,9 @@ class Pump:
 
     def _offer(self, kind: str, value: Any) -> None:
         while not self._gate.left:
-            try:
-                return self._ready.put((kind, value), timeout=_POLL_SECONDS)
-            except queue.Full:
-                continue
+            with contextlib.suppress(queue.Empty):
+                self._room.get(timeout=_POLL_SECONDS)
+                return self._ready.put((kind, value))
 
     def _agreed(self) -> Iterator[ThdBatch]:
         """The batches with ``num_targets_step`` known and plans compared; holds a step back only where something must be

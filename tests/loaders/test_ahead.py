@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
+import signal
+from collections import Counter
+from itertools import repeat
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 from equipoise import BalancedLoader, CostModel, recipe
+from equipoise.loaders.ahead import Pump
 from torch.distributed.device_mesh import init_device_mesh
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 60)
@@ -161,3 +167,32 @@ def test_measured_seconds_refit_the_cost_model_at_the_epoch_edge(ranks) -> None:
 def test_refit_needs_coefficients() -> None:
     with pytest.raises(ValueError, match="refit=True needs a CostModel"):
         make(0, 2, cost=lambda pairs, tokens: pairs * 1e-9, refit=True)
+
+
+def struck(rank: int, world: int, times: int) -> Counter:
+    """What a trainer hears that a signal strikes, again and again, while it takes micro-batches."""
+
+    def raises(*_: object) -> None:
+        raise RuntimeError("a worker was killed")
+
+    before = signal.signal(signal.SIGALRM, raises)
+    batch = SimpleNamespace(slot=0, step=0, num_targets_step=1)
+    batch.complete = lambda: batch
+    alone = SimpleNamespace(group=None, skip=False, every=1)
+    pump = Pump(lambda gate: repeat(batch), agreement=alone, ahead=2, timeout=20.0)  # type: ignore[arg-type]
+    heard: Counter = Counter()
+    for _ in range(times):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1e-3))
+            while True:
+                assert pump._next() == ("batch", batch)
+        except RuntimeError as error:
+            heard[str(error)] += 1
+    signal.signal(signal.SIGALRM, before)
+    pump.stop()
+    return heard
+
+
+def test_what_a_signal_raises_is_heard_and_leaves_the_queue_whole(ranks) -> None:
+    """torch raises the death of a worker in the trainer's thread, whatever that is at."""
+    assert ranks.run(struck, 1, 1000, timeout=60) == [{"a worker was killed": 1000}]
