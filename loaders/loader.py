@@ -36,7 +36,7 @@ from .batch import ThdBatch
 from .collate import ThdCollator
 from .dataset import PlannedDataset
 from .fetch import Fetch, is_of_workers
-from .mesh import coordinates, cpu_group, end_group, plan_store
+from .mesh import Place, coordinates, cpu_group, end_group, plan_store
 from .planning import PlanAhead, Share
 from .shapes import Shapes
 from .state_file import read_state, save_state
@@ -137,7 +137,6 @@ class BalancedLoader:
             weakref.finalize(self, end_group, group, os.getpid()).atexit = False
         self._feed: StreamFeed | None = None
         self.dataset: PlannedDataset | Stream
-        index: Lengths | Unindexed
         if isinstance(dataset, Stream):
             _refuse_index(lengths, targets, group_key)
             self.dataset = dataset
@@ -149,11 +148,9 @@ class BalancedLoader:
                 timeout=timeout,
                 on_error=on_error,
             )
-            index, counted = Unindexed(more=self._feed.more, num_parts=dataset.num_parts), True
         else:
             self.dataset = PlannedDataset(dataset, targets=targets, on_error=on_error)
-            index = self.dataset.index(lengths, group_key)
-            counted = (index.targets is not None or not self.dataset.has_labels) and on_error == "raise"
+        index, counted = self._indexed(lengths, group_key, on_error)
         self.shapes.check_rule(recipe.shard, pad_tp, place.cp)
         self.sampler = BalancedBatchSampler(
             index,
@@ -186,11 +183,12 @@ class BalancedLoader:
             every=check_every,
             skip=on_error == "skip" and self._feed is None,  # a stream's ranks tell each other before they plan
         )
-        share = None
-        if share_planning and place.num_ranks > 1:
-            share = Share(store=plan_store(place), rank=place.rank, world=place.num_ranks)
-        processes = 2 * recipe.slow if planning_processes is None else planning_processes
-        self._planning = PlanAhead(steps=plan_ahead, processes=processes, share=share, timeout=timeout)
+        self._planning = PlanAhead(
+            steps=plan_ahead,
+            processes=2 * recipe.slow if planning_processes is None else planning_processes,
+            share=_shared(place) if share_planning else None,
+            timeout=timeout,
+        )
         self.sampler.planner = self.shapes.checked(self._planning)
         self._collator = ThdCollator(
             recipe, restart_positions=restart_positions, shapes=self.shapes, label_offsets=label_offsets
@@ -211,6 +209,16 @@ class BalancedLoader:
         self._state = self.sampler.state_dict()
         self._resumed = self._at_end = self._asked = False
         self._pump: Pump | None = None
+
+    def _indexed(
+        self, lengths: Lengths | None, group_key: str | None, on_error: str
+    ) -> tuple[Lengths | Unindexed, bool]:
+        """What the sampler knows of the documents, and whether it can tell a step's targets."""
+        if isinstance(self.dataset, Stream):
+            assert self._feed is not None
+            return Unindexed(more=self._feed.more, num_parts=self.dataset.num_parts), True
+        index = self.dataset.index(lengths, group_key)
+        return index, (index.targets is not None or not self.dataset.has_labels) and on_error == "raise"
 
     @property
     def epoch(self) -> int:
@@ -376,3 +384,10 @@ class BalancedLoader:
 def _refuse_index(lengths: Lengths | None, targets: str | None, group_key: str | None) -> None:
     if lengths is not None or targets is not None or group_key is not None:
         raise ValueError("a stream has no index: lengths=, targets= and group_key= are for datasets that have one")
+
+
+def _shared(place: Place) -> Share | None:
+    """Ranks plan for each other, where there are several."""
+    if place.num_ranks == 1:
+        return None
+    return Share(store=plan_store(place), rank=place.rank, world=place.num_ranks)

@@ -164,6 +164,22 @@ def _fullest(tokens: Int64, block: int, ranks: int) -> int:
 
 
 @njit(nogil=True, cache=True)
+def grouped(keys, n):
+    """(offsets int64[n + 1], order int64[m]): where each of n keys is among keys int64[m], one key after the other, in order. To be
+    called from Python: a kernel calls those of its own file only."""
+    offsets, order = np.zeros(n + 1, np.int64), np.empty(len(keys), np.int64)
+    for key in keys:
+        offsets[key + 1] += 1
+    for i in range(n):
+        offsets[i + 1] += offsets[i]
+    at = offsets[:-1].copy()
+    for i in range(len(keys)):
+        order[at[keys[i]]] = i
+        at[keys[i]] += 1
+    return offsets, order
+
+
+@njit(nogil=True, cache=True)
 def _merged(cluster, q, k, pairs):
     """Units between clusters of blocks, and which of them each unit belongs to."""
     num = cluster[-1] + 1 if len(cluster) else 0

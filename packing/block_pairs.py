@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .block_graph import BlockGraph
+from .block_graph import BlockGraph, grouped
 from .packs import Int64
 
 
@@ -25,23 +25,9 @@ def paired(graph: BlockGraph, home: Int64, owner: Int64, ranks: int, *, largest:
     owner = owner.copy()
     if len(owner) == 0:
         return owner
-    _pair(q, k, work, graph.nets, graph.document, home, owner, ranks, graph.groups, largest)
+    columns, by_k = grouped(k, len(graph.nets[0]))
+    _pair(q, k, work, columns, by_k, graph.nets, graph.document, home, owner, ranks, graph.groups, largest)
     return owner
-
-
-@njit(nogil=True, cache=True)
-def _grouped(keys, n):
-    """CSR of the places of each key."""
-    offsets, order = np.zeros(n + 1, np.int64), np.empty(len(keys), np.int64)
-    for key in keys:
-        offsets[key + 1] += 1
-    for i in range(n):
-        offsets[i + 1] += offsets[i]
-    at = offsets[:-1].copy()
-    for i in range(len(keys)):
-        order[at[keys[i]]] = i
-        at[keys[i]] += 1
-    return offsets, order
 
 
 @njit(nogil=True, cache=True)
@@ -122,7 +108,7 @@ def _split(some, mine, work, first, second, loads, q, k, nets, home, owner, used
 
 
 @njit(nogil=True, cache=True)
-def _pair(q, k, work, nets, document, home, owner, P, groups, largest):
+def _pair(q, k, work, columns, by_k, nets, document, home, owner, P, groups, largest):
     n = len(home)
     used, amount, load = np.zeros((len(nets[0]), P), np.int32), np.zeros((P, document[-1] + 1)), np.zeros(P, np.int64)
     sent, received = np.zeros(P, np.int64), np.zeros(P, np.int64)
@@ -136,7 +122,6 @@ def _pair(q, k, work, nets, document, home, owner, P, groups, largest):
             used[net, r] += 1
     main = np.array([np.argmax(amount[r]) for r in range(P)])
     saved = _saved(nets, used, home, document, main, groups)
-    columns, by_k = _grouped(k, len(nets[0]))
     scale = max(1.0, float(received.max()))
     for _ in range(2 * P):
         at = int(np.argmax(saved))

@@ -44,21 +44,6 @@ def by_rows(
 
 
 @njit(nogil=True, cache=True)
-def _grouped(keys, n):
-    """CSR of the places of each key."""
-    offsets, order = np.zeros(n + 1, np.int64), np.empty(len(keys), np.int64)
-    for key in keys:
-        offsets[key + 1] += 1
-    for i in range(n):
-        offsets[i + 1] += offsets[i]
-    at = offsets[:-1].copy()
-    for i in range(len(keys)):
-        order[at[keys[i]]] = i
-        at[keys[i]] += 1
-    return offsets, order
-
-
-@njit(nogil=True, cache=True)
 def _uses(cluster, num, q, k):
     """Blocks outside of it whose keys each cluster needs, and blocks of it that others need: two CSRs."""
     offsets, needed = np.zeros(num + 1, np.int64), np.empty(len(q), np.int64)
@@ -71,9 +56,9 @@ def _uses(cluster, num, q, k):
                 some += 1
             u += 1
         offsets[c + 1] = some
-    wanted = np.flatnonzero(seen >= 0)
-    own_offsets, order = _grouped(cluster[wanted], num)
-    return offsets, needed[:some].copy(), own_offsets, wanted[order]
+    wanted = np.flatnonzero(seen >= 0)  # by cluster, as these rise
+    own_offsets = np.searchsorted(cluster[wanted], np.arange(num + 1))
+    return offsets, needed[:some].copy(), own_offsets, wanted
 
 
 @njit(nogil=True, cache=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from .block_graph import grouped
 from .packs import Int64
 
 FINE = 16.0
@@ -57,22 +58,8 @@ def searched(
     rounds = rounds if len(tokens) and len(work_cap) > 1 else 0
     limits = (work_cap, token_cap, *fines(work_cap, token_cap, even), largest, float(even))
     units = (nets[0], nets[1], q, k, work, tokens)
-    return _search(units, home.astype(np.int64), owner.astype(np.int64), limits, rounds, heat * even / HEAT, seed)
-
-
-@njit(nogil=True, cache=True)
-def _grouped(keys, n):
-    """CSR of the places of each key."""
-    offsets, order = np.zeros(n + 1, np.int64), np.empty(len(keys), np.int64)
-    for key in keys:
-        offsets[key + 1] += 1
-    for i in range(n):
-        offsets[i + 1] += offsets[i]
-    at = offsets[:-1].copy()
-    for i in range(len(keys)):
-        order[at[keys[i]]] = i
-        at[keys[i]] += 1
-    return offsets, order
+    start = home.astype(np.int64), owner.astype(np.int64)
+    return _search(units, grouped(k, len(nets[0])), *start, limits, rounds, heat * even / HEAT, seed)
 
 
 @njit(nogil=True, cache=True)
@@ -259,13 +246,13 @@ def _aim(x, y, z, kind, q, k, n, P, rows, columns, by_k, free, home, owner):
 
 
 @njit(nogil=True, cache=True)
-def _search(units, home_before, owner_before, limits, rounds, heat, seed):
+def _search(units, by_key, home_before, owner_before, limits, rounds, heat, seed):
     out, back, q, k, work, tokens = units
     (home, owner, used, load, held, sent, received), value, over = _begin(
         units, home_before.copy(), owner_before.copy(), limits
     )
     P, n, largest, even, before = len(limits[0]), len(tokens), limits[4], limits[5], value + over
-    rows, (columns, by_k), free = _starts(q, len(out)), _grouped(k, len(out)), np.flatnonzero(home < P)
+    rows, (columns, by_k), free = _starts(q, len(out)), by_key, np.flatnonzero(home < P)
     each = P + 1 if largest else 0
     took, more_sent, more_received = np.empty(len(q) + 1, np.int64), np.zeros(each, np.int64), np.zeros(each, np.int64)
     random, low = np.uint64(2 * seed + 1), np.uint64((1 << 20) - 1)

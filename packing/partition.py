@@ -15,10 +15,10 @@ equal runs, each unit with its queries, on blocks so coarse that a rank has few,
 the finest. "mtkahypar" (extra `solvers`) is Mt-KaHyPar with a fixed seed and one thread, with the weights that DCP
 gives it. It knows one limit where there are two, and a search then repairs what it leaves over the limits.
 
-On 128K packs of the traces of benchmarks/placement.py, 16 ranks, causal, with rounds=30_000: 0.15–0.19 of a full ring's bytes and 0.18–0.23 for the largest
-rank, where joint dispatch has 0.16–0.19 and 0.31–0.39, and "total" 0.14–0.16 and 0.28–0.34.
+On 128K packs of the two traces of benchmarks/placement.py, 16 ranks, causal: 0.18 and 0.21 of a full ring's bytes and 0.22 and 0.26
+for the largest rank, where joint dispatch has 0.16 and 0.19, 0.28 and 0.41; "total" has 0.16 and 0.18, 0.28 and 0.33.
 
-Cost: greedy 2 to 8 ms for 500 to 9,000 units on 16 ranks, and with all rounds 0.2–0.4 s: some nine searches of `rounds` x 0.1 to 0.5 µs.
+Cost: greedy 3 to 14 ms there, by the mask, and with rounds=30_000 0.09 to 0.16 s: some nine searches of `rounds` x 0.1 to 0.5 µs.
 
     >>> from .mask_kinds import causal
     >>> placed = place(causal([3000, 900, 1100, 1000]), 4, options=Blocks(block=256))
@@ -76,7 +76,7 @@ class Blocks:
     itemsize: int = 2
     """Heads and bytes of a number decide whether queries or keys had better travel."""
     rounds: int = 0
-    """Steps of each search after the quick one; 30_000 take some 0.3 s and save 5 to 30 % of the bytes."""
+    """Steps of each search after the quick one; 30_000 take some 0.1 s and save up to a third of the largest rank's bytes, or nothing."""
     seed: int = 0
 
     def __post_init__(self) -> None:
